@@ -1,0 +1,467 @@
+"""VarianceControl: the step size and the baseline of VCPO inside any torch training loop (arXiv 2602.17616).
+
+    with vc.batch(rewards, group_ids, action_lengths):
+        for rows in micro_batches:
+            with vc.forward():
+                logits = model(ids[rows], attention_mask=am[rows]).logits
+            lp, score_sq = token_logprobs(logits, ids[rows], temperature=T, with_score_sq=True)
+            vc.backward(lp, sampler_lp[rows], mask[rows], rows=rows, score_sq=score_sq)
+    report = vc.step()
+
+The algebra. With c_i = factor_i (R_i - b), the gradient sum_i c_i grad L_i is linear in b, so a group whose members come
+in different micro-batches or ranks sends its part that does not need b to `.grad` at once and keeps
+S = sum_i factor_i grad L_i until its last member came; then `.grad` receives the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.nn.parallel
+from torch import Tensor
+
+from vcpo import core, score_norms as norms
+from vcpo.core.masking import masked_sum
+from vcpo.distributed import ProcessGroup, gather_rows, sum_gradients
+from vcpo.errors import BatchError, ConfigError
+from vcpo.learner.baseline_rule import BaselineRule
+from vcpo.learner.clipping import GradientClip, global_norm, scale_gradients
+from vcpo.learner.open_batch import COLUMNS, HalfGroup, OpenBatch, announce
+from vcpo.learner.reference import Reference
+from vcpo.learner.scaled_lr import scaled_lr
+from vcpo.learner.update_report import StepOutcome, make_report, row_figures
+from vcpo.metrics import UpdateReport
+
+Rows = Tensor | Sequence[int]
+BASELINES = ("optimal", "group_mean", "leave_one_out", "length_weighted")
+STEP_CONTROLS = ("ess", "none")
+
+
+class VarianceControl:
+    """Scales the learning rate by the effective sample size and subtracts the minimum-variance baseline.
+
+    One optimizer batch at a time: announce it with `batch`, hand in every row once through `backward` (or `advantages`
+    with a loss of your own), then `step`. Rows may come in any number of micro-batches, in any order, and a group may be
+    cut by a micro-batch or a rank: the result is the same (law 4). Gradients are cleared when a batch opens.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        score_norms: str = "auto",
+        baseline: str = "optimal",
+        weights: str = "paper",
+        weight_treatment: str = "sequence_truncate",
+        cap: float = 8.0,
+        step_control: str = "ess",
+        reference: float | str = 1.0,
+        rule: Literal["sqrt", "linear"] = "sqrt",
+        apply: Literal["lr", "gradient"] = "lr",
+        scale_rewards: str = "group",
+        std_eps: float = 0.0,
+        aggregation: str = "seq_mean_token_mean",
+        max_grad_norm: float | Literal["running_median"] | None = 1.0,
+        baseline_scope: Literal["group", "batch"] = "group",
+        constant_length: int | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        """Args:
+        model: the policy being trained, not wrapped in DDP (gradients are summed over ranks here, once a step).
+        score_norms: how ||grad log pi(trajectory)|| is found: auto, two_pass, logit, length, loop.
+        baseline: optimal (arXiv 2602.17616), group_mean (GRPO), leave_one_out (RLOO), length_weighted (OPO).
+        weights: what the optimal baseline weighs by: paper (w), estimator (w^ / L), reference (w w^).
+        weight_treatment, cap: what multiplies each token's term: a name of `vcpo.core.weight_treatments`.
+        step_control: ess (lr_scale = min(1, ess_ratio / reference)^p) or none.
+        reference: ess_ratio that counts as on-policy, in (0, 1], or auto (needs `policy_lags` in `batch`).
+        rule: p = 1/2 (sqrt, for Adam) or 1 (linear, for SGD).
+        apply: scale the lr for the step, or the clipped gradient before the optimizer's moments.
+        scale_rewards, std_eps: divide advantages by the group's or batch's population std + std_eps, or not (none).
+        aggregation: how token terms are averaged: a name of `vcpo.core.aggregations`; always over the optimizer batch.
+        max_grad_norm: clip the global norm: a number, running_median, or None.
+        baseline_scope: one baseline per group, or one for the whole batch (then scale_rewards is batch or none).
+        constant_length: tokens; the divisor of aggregation seq_mean_token_sum_norm.
+        process_group: data-parallel ranks; None is torch's default group when one is initialised.
+
+        Raises ConfigError (a ValueError) when an argument is unknown or two do not go together.
+        """
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigError("pass the model inside DDP (ddp.module): VarianceControl sums gradients over ranks itself")
+        _one_of("baseline", baseline, BASELINES)
+        _one_of("weights", weights, ("paper", "estimator", "reference"))
+        _one_of("weight_treatment", weight_treatment, tuple(core.weight_treatments))
+        _one_of("step_control", step_control, STEP_CONTROLS)
+        _one_of("rule", rule, ("sqrt", "linear"))
+        _one_of("apply", apply, ("lr", "gradient"))
+        _one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
+        _one_of("aggregation", aggregation, tuple(core.aggregations))
+        _one_of("baseline_scope", baseline_scope, ("group", "batch"))
+        if weights == "estimator" and not weight_treatment.startswith(("sequence", "geometric", "none")):
+            raise ConfigError('weights="estimator" needs one factor per trajectory: use a sequence_* or geometric_* weight_treatment')
+        if baseline_scope == "batch" and scale_rewards == "group":
+            raise ConfigError('baseline_scope="batch" goes with scale_rewards "batch" or "none", not "group"')
+        if aggregation == "seq_mean_token_sum_norm" and not constant_length:
+            raise ConfigError('aggregation="seq_mean_token_sum_norm" needs constant_length (tokens)')
+        self.model = model
+        self.optimizer = optimizer
+        self.score_norms = norms.resolve(score_norms)
+        if self.score_norms not in ("loop", "two_pass", "logit", "length"):
+            raise ConfigError(f'score_norms="{score_norms}" is not available here yet; use auto, two_pass, logit, length or loop')
+        self.weight_treatment = weight_treatment
+        self.cap = float(cap)
+        self._rule = BaselineRule(baseline, weights, self.cap, by_length=aggregation == "seq_mean_token_mean")
+        self.step_control = step_control
+        self.scaling_rule = rule
+        self.apply = apply
+        self.scale_rewards = scale_rewards
+        self.std_eps = std_eps
+        self.aggregation = aggregation
+        self.baseline_scope = baseline_scope
+        self.constant_length = constant_length
+        self.process_group = process_group
+        self._clip = GradientClip(max_grad_norm)
+        self._reference = Reference(reference)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._taps: norms.Taps | None = None
+        self._checked = False
+        self._open: OpenBatch | None = None
+        self._steps = 0
+        self._version = 0
+
+    # ------------------------------------------------------------------ the batch
+
+    @property
+    def needs_score_sq(self) -> bool:
+        """Whether `backward` wants `score_sq` (the second result of token_logprobs)."""
+        return self._rule.optimal and self.score_norms == "logit"
+
+    @property
+    def normalizer(self) -> float:
+        """What a loss of your own should divide by: tokens of the optimizer batch for token_mean, else its trajectories."""
+        known = self._the_open().known
+        return float(known.tokens if self.aggregation == "token_mean" else known.size)
+
+    @contextmanager
+    def batch(
+        self, rewards: Tensor, group_ids: Tensor, action_lengths: Tensor, policy_lags: Tensor | None = None
+    ) -> Iterator[None]:
+        """Announce this rank's whole optimizer batch: [n] rewards (NaN: unscorable), [n] group ids, [n] action tokens.
+
+        policy_lags: [n] versions between the learner and the row's oldest token; needed by reference="auto".
+        Clears gradients. If the block raises, the batch is forgotten and gradients are cleared again. Collective over ranks.
+        """
+        if self._open is not None:
+            raise BatchError("a batch is already open: call vc.step() before announcing the next one")
+        if self._reference.needs_lags and policy_lags is None:
+            raise BatchError('reference="auto" needs policy_lags in vc.batch: it calibrates on trajectories at lag 0')
+        for name, value in (("group_ids", group_ids), ("action_lengths", action_lengths), ("policy_lags", policy_lags)):
+            if value is not None and value.shape != rewards.shape:
+                raise BatchError(f"{name} must have the shape of rewards {tuple(rewards.shape)}, got {tuple(value.shape)}")
+        known, offset = announce(
+            rewards.detach(),
+            group_ids,
+            action_lengths,
+            policy_lags,
+            scope=self.baseline_scope,
+            scale_rewards=self.scale_rewards,
+            std_eps=self.std_eps,
+            aggregation=self.aggregation,
+            constant_length=self.constant_length,
+            process_group=self.process_group,
+        )
+        if known.size == 0:
+            raise BatchError("an optimizer batch needs at least one trajectory on some rank")
+        fixed = None if self._rule.optimal else self._rule.per_row(known.rewards, known.baseline_ids, known.lengths, known.lengths)
+        self._open = OpenBatch(known, offset, len(rewards), fixed)
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Run the model's forward inside this block: it arms the taps where the score norms need them."""
+        self._the_open()
+        if not self._rule.optimal or self.score_norms != "two_pass":
+            return nullcontext()
+        if self._taps is None:
+            self._taps = norms.Taps(self.model)
+        return self._taps
+
+    def backward(
+        self,
+        learner_logprobs: Tensor,
+        sampler_logprobs: Tensor,
+        action_mask: Tensor,
+        *,
+        rows: Rows,
+        score_sq: Tensor | None = None,
+        extra_loss: Tensor | None = None,
+    ) -> None:
+        """Take in one micro-batch: its score norms, weights and baselines, and its share of the gradient.
+
+        learner_logprobs [m, s] with graph; sampler_logprobs, action_mask [m, s]; rows [m]: which rows of the announced
+        batch these are. extra_loss: a scalar added as it is (KL, entropy), divided by you. Values at masked positions
+        never matter. BatchError when a row came twice, is out of range, or has another number of actions than announced.
+        """
+        open_batch = self._the_open()
+        at, treated = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask, score_sq)
+        sums = masked_sum(treated * core.masked_fill(learner_logprobs, action_mask), action_mask)
+        open_batch.record(at, {"weighted_logprob": sums.detach()})
+        coefficients, releases = self._coefficients(open_batch, at, sums)
+        loss = -(coefficients.to(sums.dtype) * sums).sum()
+        if extra_loss is not None:
+            open_batch.extra_loss += float(extra_loss.detach())
+            loss = loss + extra_loss
+        loss.backward()
+        for share, coefficient in releases.items():
+            open_batch.half_groups.pop(share).release(self._parameters, coefficient)
+
+    def advantages(
+        self,
+        learner_logprobs: Tensor,
+        sampler_logprobs: Tensor,
+        action_mask: Tensor,
+        *,
+        rows: Rows,
+        score_sq: Tensor | None = None,
+    ) -> Tensor:
+        """(R - b) / std for one micro-batch, [m], detached, for a loss of your own; 0 where nothing can be learnt.
+
+        You call backward on your loss (divide by `vc.normalizer`); `step` then scales, clips and steps as usual. With
+        baseline="optimal" each group must come whole in one micro-batch: BatchError otherwise.
+        """
+        open_batch = self._the_open()
+        at, _ = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask, score_sq)
+        if self._rule.optimal and bool(self._cut(open_batch, at).any()):
+            raise BatchError(
+                'with a loss of your own and baseline="optimal" every group must be whole in one micro-batch; '
+                "use larger micro-batches, vc.backward, or another baseline"
+            )
+        with torch.no_grad():
+            local = open_batch.local
+            advantage = (local("rewards")[at] - self._baseline_of(open_batch, at)) / local("scales")[at]
+            dead = (local("factors")[at] == 0) | core.quarantined(open_batch.recorded("log_weight")[at])
+            advantage = torch.where(dead, 0.0, advantage)
+            open_batch.record(at, {"weighted_logprob": masked_sum(learner_logprobs.detach(), action_mask)})
+        return advantage.to(learner_logprobs.dtype)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> UpdateReport:
+        """Close the batch: finish groups that span ranks, sum gradients over ranks, clip, scale, step, restore the lr.
+
+        Raises BatchError when an announced row never came. A step whose ess_ratio is 0, or whose gradient is not a
+        number, is skipped: `report.skipped` says why, and the version does not rise. Collective over ranks.
+        """
+        open_batch = self._the_open()
+        missing = open_batch.missing()
+        if missing:
+            self._forget()
+            raise BatchError(f"rows of the optimizer batch never came: {missing[:8]} of {open_batch.size}; call vc.backward for every row")
+        table, _ = gather_rows(open_batch.table, self.process_group)
+        self._finish_half_groups(open_batch, table)
+        sum_gradients(self._parameters, self.process_group)
+        outcome = self._take_step(open_batch, table)
+        known = open_batch.known
+        baseline = open_batch.fixed_baseline
+        if baseline is None:
+            baseline = self._rule.per_row(known.rewards, known.baseline_ids, known.lengths, table)
+        report = make_report(open_batch, table, baseline, outcome, cap=self.cap)
+        self._open = None
+        self._taps = None
+        return report
+
+    def _take_step(self, open_batch: OpenBatch, table: Tensor) -> StepOutcome:
+        log_weights = table[:, COLUMNS.index("log_weight")]
+        moments = core.WeightMoments.from_log_weights(log_weights)
+        self._observe_reference(open_batch, log_weights)
+        reference = self._reference.value
+        ratio = float(moments.ess_ratio)
+        scale = core.lr_scale(ratio, reference=reference, rule=self.scaling_rule) if self.step_control == "ess" else 1.0
+        grad_norm = global_norm(self._parameters)
+        bound = self._clip.bound()
+        skipped = _why_skip(ratio, grad_norm)
+        clipped = False
+        if skipped is None:
+            self._clip.observe(grad_norm)
+            clipped = bound is not None and grad_norm > bound
+            if clipped and bound is not None:
+                scale_gradients(self._parameters, bound / grad_norm)
+            if self.apply == "gradient":
+                scale_gradients(self._parameters, scale)
+            with scaled_lr(self.optimizer, scale if self.apply == "lr" else 1.0):
+                self.optimizer.step()
+            self._version += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+        return StepOutcome(
+            policy_version=self._version,
+            step=self._steps,
+            skipped=skipped,
+            moments=moments,
+            lr_scale=0.0 if skipped else scale,
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            scales_lr=self.apply == "lr",
+            grad_norm=grad_norm,
+            grad_clip=bound,
+            grad_clipped=clipped,
+            reference=reference,
+        )
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def policy_version(self) -> int:
+        """Steps taken; a skipped step does not count."""
+        return self._version
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that outlives a step, as plain JSON values. BatchError while a batch is open."""
+        if self._open is not None:
+            raise BatchError("call vc.step() before state_dict(): an open batch cannot be saved")
+        return {
+            "format": 1,
+            "steps": self._steps,
+            "policy_version": self._version,
+            "clip": self._clip.state_dict(),
+            "reference": self._reference.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        if state.get("format") != 1:
+            raise ConfigError(f"VarianceControl state has format {state.get('format')!r}; this version reads format 1")
+        self._steps = state["steps"]
+        self._version = state["policy_version"]
+        self._clip.load_state_dict(state["clip"])
+        self._reference.load_state_dict(state["reference"])
+
+    # ------------------------------------------------------------------ inside
+
+    def _the_open(self) -> OpenBatch:
+        if self._open is None:
+            raise BatchError("no batch is open: announce it first with `with vc.batch(rewards, group_ids, action_lengths):`")
+        return self._open
+
+    def _forget(self) -> None:
+        self._open = None
+        self._taps = None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _take_in(
+        self, open_batch: OpenBatch, rows: Rows, learner: Tensor, sampler: Tensor, mask: Tensor, score_sq: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Check the rows and record their figures; also what multiplies their tokens, [m, s] or [m, 1]."""
+        at = open_batch.enter(rows, len(learner))
+        lengths, announced = mask.bool().sum(1), open_batch.local("lengths")[at]
+        if not bool((lengths == announced).all()):
+            raise BatchError(f"action_mask has {lengths.tolist()} actions per row, but vc.batch announced {announced.tolist()}")
+        figures = row_figures(learner.detach(), sampler, mask)
+        treated = core.weight_treatments[self.weight_treatment](learner.detach(), sampler, mask, cap=self.cap)
+        # lw = -inf is weight 0 at every level: such a row has no part in the gradient of any treatment.
+        treated = torch.where(figures["log_weight"].isneginf()[:, None], 0.0, treated)
+        open_batch.record(at, {**figures, "treated_weight": treated.amax(1)})
+        if self._rule.optimal:
+            open_batch.record(at, {"score_norm": self._score_norms(learner, mask, score_sq)})
+        return at, treated
+
+    def _score_norms(self, learner: Tensor, mask: Tensor, score_sq: Tensor | None) -> Tensor:
+        """[m] fp64, detached; leaves .grad alone."""
+        if self.score_norms == "length":
+            return norms.length_norms(mask)
+        if self.score_norms == "logit":
+            if score_sq is None:
+                raise BatchError("score_norms=logit needs score_sq: token_logprobs(..., with_score_sq=True) gives it")
+            return norms.logit_norms(score_sq, mask)
+        sums = masked_sum(learner, mask)
+        if self.score_norms == "loop":
+            return norms.norms_in_graph(sums, self._parameters)
+        if self._taps is None:
+            raise BatchError("score_norms=two_pass needs the model's forward inside `with vc.forward():`")
+        squares = self._taps.squared_norms(sums)
+        if not self._checked:
+            norms.check_in_graph(self._taps, sums, squares, mask)
+            self._checked = True
+        return norms.total_norms(squares)
+
+    def _cut(self, open_batch: OpenBatch, at: Tensor) -> Tensor:
+        """[m] bool: rows whose baseline is shared with rows outside this micro-batch."""
+        shares = open_batch.local("baseline_ids")[at]
+        _, inverse, counts = shares.unique(return_inverse=True, return_counts=True)
+        return counts[inverse] < open_batch.local("share_sizes")[at]
+
+    def _baseline_of(self, open_batch: OpenBatch, at: Tensor) -> Tensor:
+        """[m] baselines; right for rows whose groups are whole in this micro-batch, or known beforehand."""
+        if open_batch.fixed_baseline is not None:
+            return open_batch.fixed_baseline[open_batch.here][at]
+        local = open_batch.local
+        return self._rule.per_row(local("rewards")[at], local("baseline_ids")[at], local("lengths")[at], open_batch.table[at])
+
+    def _coefficients(self, open_batch: OpenBatch, at: Tensor, sums: Tensor) -> tuple[Tensor, dict[int, float]]:
+        """[m] what multiplies each row's weighted log-prob now, and what to release of half-finished groups afterwards."""
+        rewards, factors = open_batch.local("rewards")[at], open_batch.local("factors")[at]
+        shares, centres = open_batch.local("baseline_ids")[at], open_batch.local("centres")[at]
+        baseline = self._baseline_of(open_batch, at)
+        live = factors > 0
+        cut = self._cut(open_batch, at) & live if self._rule.optimal else torch.zeros_like(live)
+        releases: dict[int, float] = {}
+        for share in shares[cut].unique().tolist():
+            members = (shares == share) & live
+            b = self._close(open_batch, share)
+            if b is None:
+                self._keep_half(open_batch, share, (factors[members].to(sums.dtype) * sums[members]).sum())
+                b = float(centres[members][0])
+            else:
+                releases[share] = b - float(centres[members][0])
+            baseline = torch.where(members, b, baseline)
+        coefficients = torch.where(live, factors * (rewards - baseline), 0.0)
+        return coefficients, {s: c for s, c in releases.items() if s in open_batch.half_groups}
+
+    def _close(self, open_batch: OpenBatch, share: int) -> float | None:
+        """The baseline of a cut group if all its members, on all ranks, have come by now; else None."""
+        local = open_batch.local("baseline_ids") == share
+        everywhere = open_batch.known.baseline_ids == share
+        if int(everywhere.sum()) != int(local.sum()) or not bool(open_batch.seen[local].all()):
+            return None
+        return self._rule.shared(open_batch.known, everywhere, open_batch.table[local])
+
+    def _keep_half(self, open_batch: OpenBatch, share: int, share_sum: Tensor) -> None:
+        """Add this micro-batch's part of S: one more backward, only for groups that a micro-batch has cut."""
+        parts = torch.autograd.grad(share_sum, self._parameters, retain_graph=True, allow_unused=True)
+        half = open_batch.half_groups.setdefault(share, HalfGroup([None] * len(self._parameters)))
+        half.add(parts)
+
+    def _finish_half_groups(self, open_batch: OpenBatch, table: Tensor) -> None:
+        """Groups that span ranks: every rank knows all rows' figures by now and releases its own S."""
+        for share in list(open_batch.half_groups):
+            members = open_batch.known.baseline_ids == share
+            b = self._rule.shared(open_batch.known, members, table[members])
+            centre = float(open_batch.known.centres[members][0])
+            open_batch.half_groups.pop(share).release(self._parameters, b - centre)
+
+    def _observe_reference(self, open_batch: OpenBatch, log_weights: Tensor) -> None:
+        if not self._reference.needs_lags:
+            return
+        fresh = open_batch.known.policy_lags == 0
+        if bool(fresh.any()):
+            moments = core.WeightMoments.from_log_weights(log_weights[fresh])
+            self._reference.observe(float(moments.log_m1), float(moments.log_m2), int(fresh.sum()), open_batch.known.size)
+
+
+def _why_skip(ess_ratio: float, grad_norm: float) -> str | None:
+    if not ess_ratio > 0:
+        return "ess_ratio is 0: no trajectory carries weight"
+    if not grad_norm < float("inf"):
+        return f"grad_norm is {grad_norm}: the gradient is not a number"
+    return None
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
