@@ -90,7 +90,11 @@ class TrajectoryGroup:
         """Plain dict for JSON; NaN rewards and log-probs survive (Python's json writes and reads NaN)."""
         return {
             "group_id": self.group_id,
-            "prompt": {"prompt_id": self.prompt.prompt_id, "text": self.prompt.text, "columns": dict(self.prompt.columns)},
+            "prompt": {
+                "prompt_id": self.prompt.prompt_id,
+                "text": self.prompt.text,
+                "columns": dict(self.prompt.columns),
+            },
             "prompt_token_ids": list(self.prompt_token_ids),
             "trajectories": [asdict(t) for t in self.trajectories],
             "completed_version": self.completed_version,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from vcpo.cli.errors import one_line_errors
 from vcpo.errors import ConfigError
 
-bench_app = typer.Typer(help="Measure methods against each other on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Measure methods against each other on this machine.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @bench_app.callback()
@@ -18,7 +22,7 @@ def _bench() -> None:
 @bench_app.command("stability")
 @one_line_errors
 def stability(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON value for programs."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value for programs.")] = False,
 ) -> None:
     """Who keeps learning at a high policy lag (not available yet)."""
     raise ConfigError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -13,8 +14,8 @@ from vcpo.cli.errors import one_line_errors
 
 @one_line_errors
 def tasks(
-    name: str = typer.Argument("", metavar="[NAME]", help="Show this task: three prompts and a demonstration."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON value for programs."),
+    name: Annotated[str, typer.Argument(help="Show this task: three prompts and a demonstration.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value for programs.")] = False,
 ) -> None:
     """List the tasks, or show one."""
     shown = _describe(name) if name else _list()
@@ -51,12 +52,14 @@ def _describe(name: str) -> dict[str, Any]:
     }
 
 
-def _first_line(thing: Any) -> str:
-    return (thing.__doc__ or "").strip().split("\n")[0]
+def _first_line(factory: Any) -> str:
+    """A task is described on top of its module, which says more than its class."""
+    module = sys.modules.get(factory.__module__)
+    return (getattr(module, "__doc__", "") or factory.__doc__ or "").strip().split("\n")[0]
 
 
 def _page(shown: dict[str, Any]) -> str:
-    lines = [f"{shown['name']}: {shown['description']}", "", "prompts"]
+    lines = [shown["name"], f"  {shown['description']}", "", "prompts"]
     lines += [f"  {_indented(text)}" for text in shown["prompts"]]
     demonstration = shown["demonstration"]
     lines += ["", "demonstration", f"  {_indented(demonstration['prompt'] + demonstration['completion'])}"]

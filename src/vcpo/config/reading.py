@@ -88,7 +88,7 @@ def _one_line(model: type[BaseModel], error: Any, tree: Mapping[str, Any], came_
     where = came_from(dotted)
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key {keys[-1]!r} {_in_section(keys)}{nearest_key(model, owner, keys)}"
-    if error["type"] == "missing":
+    if error["type"] == "missing" and len(keys) == len(error["loc"]):  # else an item of a list is missing
         return (
             f"{where}: {f'the section [{dotted}]' if field is not None and _is_section(field) else dotted} is missing"
         )
@@ -159,7 +159,9 @@ def _describe(annotation: Any, bounds: str) -> str:
     if origin is typing.Literal:
         return _either([_show(c) for c in choices])
     if origin in (typing.Union, types.UnionType):
-        return _either([_describe(c, bounds) for c in choices if c is not type(None)])
+        words = [_show(w) for w in literals(annotation)]
+        others = [c for c in choices if c is not type(None) and typing.get_origin(c) is not typing.Literal]
+        return _either([_describe(c, bounds) for c in others] + words)
     if origin is tuple:
         return f"a list of {len(choices)}, each {_describe(choices[0], bounds)}"
     if origin in (dict, Mapping) or annotation is dict:
@@ -181,15 +183,16 @@ def _either(parts: list[str]) -> str:
 def _nearest_choice(field: FieldInfo, value: Any) -> str:
     if not isinstance(value, str):
         return ""
-    choices = [c for c in _literals(field.annotation) if isinstance(c, str)]
+    choices = [c for c in literals(field.annotation) if isinstance(c, str)]
     close = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
     return f"; did you mean {_show(close[0])}?" if close else ""
 
 
-def _literals(annotation: Any) -> list[Any]:
+def literals(annotation: Any) -> list[Any]:
+    """The fixed values that a field takes, those inside a union too."""
     if typing.get_origin(annotation) is typing.Literal:
         return list(typing.get_args(annotation))
-    return [c for part in typing.get_args(annotation) for c in _literals(part)]
+    return [c for part in typing.get_args(annotation) for c in literals(part)]
 
 
 def _show(value: Any) -> str:

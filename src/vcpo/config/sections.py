@@ -123,7 +123,7 @@ class LearnerConfig(Section):
     loss: Literal["reinforce", "ppo_clip"] = "reinforce"
     """The policy loss: truncated importance-weighted REINFORCE (the paper's), or PPO's clipped ratio as in GRPO."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the loss; `weight_treatment` and `cap` stand in [variance_control]."""
+    """Keyword arguments of the loss; those of `reinforce` stand in [variance_control]."""
 
 
 class VarianceControlConfig(Section):

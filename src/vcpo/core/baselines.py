@@ -41,7 +41,8 @@ def weighted_baseline(rewards: Tensor, log_v: Tensor, group_ids: Tensor, *, leav
     values, known = scorable(rewards)
     usable = known & ~quarantined(log_v)
     log_v = torch.where(usable, log_v.double(), -math.inf)
-    mean, carried = _mean_of_others(values, log_v, index, count) if leave_one_out else _mean(values, log_v, index, count)
+    mean_of = _mean_of_others if leave_one_out else _mean
+    mean, carried = mean_of(values, log_v, index, count)
     informative = carried & (group_spread(rewards, index, count) > 0)[index]
     return torch.where(informative & known, mean, values).to(float_type(rewards))
 
@@ -59,14 +60,12 @@ def _mean_of_others(values: Tensor, log_v: Tensor, index: Tensor, count: int) ->
     Subtracting a row's own term is accurate only while the rest is not small against it. At most one row per group
     holds more than half of the weight; its baseline is the mean of the group without that row, summed afresh.
     """
-    mean, _ = _mean(values, log_v, index, count)
     v, total = group_softmax(log_v, index, count)
-    share = v / total.clamp(min=1)[index]
-    dominant = share > 0.5
+    rest = total[index] - v
+    dominant = v > rest
     without_dominant, others_carry = _mean(values, torch.where(dominant, -math.inf, log_v), index, count)
-    rest = (mean - share * values) / (1 - torch.where(dominant, 0.0, share))
-    carried = torch.where(dominant, others_carry, (total > 0)[index])
-    return torch.where(dominant, without_dominant, rest), carried
+    mean = (group_sum(v * values, index, count)[index] - v * values) / torch.where(rest > 0, rest, 1.0)
+    return torch.where(dominant, without_dominant, mean), torch.where(dominant, others_carry, rest > 0)
 
 
 @torch.no_grad()
@@ -99,7 +98,7 @@ def log_baseline_weights(
     elif weights == "reference":
         log_a = log_w + log_w.clamp(max=_log_cap(weights, cap))
     else:
-        raise ValueError(f"unknown weights {weights!r} for the optimal baseline: use one of {', '.join(BASELINE_WEIGHTS)}")
+        raise ValueError(f"unknown weights {weights!r}: use one of {', '.join(BASELINE_WEIGHTS)}")
     carries = log_w.isfinite() & score_norms.isfinite() & (score_norms > 0)
     if lengths is not None:
         carries = carries & (lengths > 0)
@@ -110,7 +109,9 @@ def log_baseline_weights(
 
 def _log_cap(weights: str, cap: float | None) -> float:
     if cap is None:
-        raise ValueError(f"weights={weights!r} needs cap, the truncation of the loss weight (8.0 in the paper); or use 'paper'")
+        raise ValueError(
+            f"weights={weights!r} needs cap, the truncation of the loss weight (8.0 in the paper), got None"
+        )
     if not 0 < cap < math.inf:
         raise ValueError(f"cap must be a positive, finite number, got {cap}")
     return math.log(cap)
@@ -142,7 +143,7 @@ def optimal_baseline(
 
 
 def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean reward of the row's group; [n], [n] -> [n]. The baseline of GRPO (arXiv 2402.03300) and Dr. GRPO (2503.20783)."""
+    """Mean reward of the row's group; [n], [n] -> [n]. The baseline of GRPO (arXiv 2402.03300) and Dr. GRPO."""
     return weighted_baseline(rewards, torch.zeros_like(rewards, dtype=torch.float64), group_ids)
 
 
@@ -163,7 +164,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def length_weighted(rewards: Tensor, group_ids: Tensor, *, lengths: Tensor) -> Tensor:
     """Length-weighted mean reward of the row's group; all [n] -> [n]. The baseline of OPO (arXiv 2505.23585).
 
-    b_g = sum L_i R_i / sum L_i with L_i the action tokens: the optimal baseline on policy when ||g_i||^2 grows like L_i.
+    b_g = sum L_i R_i / sum L_i, L_i the action tokens: the optimal baseline on policy where ||g_i||^2 grows like L_i.
     """
     check_vector(rewards=rewards, lengths=lengths)
     return weighted_baseline(rewards, lengths.double().log(), group_ids)

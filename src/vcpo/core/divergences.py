@@ -1,7 +1,8 @@
-"""Per-token estimates of KL(policy || reference) from log-probs of sampled tokens (Schulman 2020, "Approximating KL divergence").
+"""Per-token estimates of KL(policy || reference) from log-probs of sampled tokens.
 
 With d = log pi(a) - log ref(a), a ~ pi:  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d.
-k1 and k3 are unbiased, k1 may be negative, k2 and k3 may not. Nothing is clamped.
+k1 and k3 are unbiased, k1 may be negative, k2 and k3 may not. Nothing is clamped. (Schulman 2020, "Approximating KL
+divergence".)
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """The log-ratio estimate of the KL, d, per token in nats; any sign; [n, s] each -> [n, s], 0 at masked positions."""
+    """The log-ratio estimate of the KL, d, per token in nats; any sign; [n, s] each -> [n, s], 0 where masked."""
     kept = check_rows(mask, log_prob=log_prob, ref_log_prob=ref_log_prob)
     return masked_fill(log_prob, kept) - masked_fill(ref_log_prob, kept)
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Half the squared log-ratio, d^2 / 2, per token; >= 0, biased; its gradient is that of the KL on policy; [n, s]."""
+    """Half the squared log-ratio, d^2 / 2, per token; >= 0, biased; its gradient is the KL's on policy; [n, s]."""
     return kl_k1(log_prob, ref_log_prob, mask).square() / 2
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
     """The unbiased, never negative estimate exp(-d) - 1 + d, per token; [n, s] each -> [n, s], 0 at masked positions.
 
-    Where the exponential is beyond the dtype the value is +inf, never NaN; wherever the value is finite so is the gradient.
+    Where the exponential overflows the value is +inf, never NaN; where the value is finite so is the gradient.
     """
     return _exp_minus_line(-kl_k1(log_prob, ref_log_prob, mask))
 

@@ -61,10 +61,10 @@ class WeightMoments:
 
     @property
     def ess(self) -> Tensor:
-        """[] fp64: how many equally weighted trajectories these are worth, in [1, count]; 0 when nothing carries weight."""
+        """[] fp64: how many equally weighted trajectories these are worth, in [1, count], or 0 without any weight."""
         nothing = self.log_m1.isneginf()
         log_ess = torch.where(nothing, -math.inf, 2 * torch.where(nothing, 0.0, self.log_m1) - self.log_m2)
-        # Rounding may step over the two bounds; min before max also makes a NaN impossible to read as "all of them".
+        # The bounds hold in exact arithmetic; rounding may step over them by an ulp.
         return torch.where(nothing, 0.0, log_ess.exp().clamp(min=1.0, max=float(max(self.count, 1))))
 
     @property
@@ -83,7 +83,7 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
 
 
 def ess_ratio(log_weights: Tensor) -> Tensor:
-    """`effective_sample_size` over B, the number of all log weights given, quarantined ones too; [n] -> [] in [0, 1]."""
+    """`effective_sample_size` / B, B counting all log weights given, quarantined ones too; [n] -> [] in [0, 1]."""
     return _moments(log_weights).ess_ratio
 
 

@@ -7,6 +7,7 @@ and give one entry per group, to be spread over the rows again by `[index]`.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ def group_index(group_ids: Tensor) -> tuple[Tensor, int]:
     check_vector(group_ids=group_ids)
     if group_ids.is_floating_point() or group_ids.is_complex():
         raise ValueError(f"group_ids must be integers, one per trajectory, got {group_ids.dtype}")
-    names, index = torch.unique(group_ids, return_inverse=True)
-    return index, len(names)
+    unique = cast("tuple[Tensor, Tensor]", torch.unique(group_ids, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
+    return unique[1], len(unique[0])
 
 
 def group_sum(values: Tensor, index: Tensor, count: int) -> Tensor:

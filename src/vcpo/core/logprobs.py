@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 2**17, "other": 2**25}
-"""Logits worked on at a time: on a CPU what stays in a core's cache, elsewhere what hides the cost of a kernel launch."""
+"""Logits worked on at a time: on a CPU what stays in a core's cache, elsewhere what hides the cost of a launch."""
 
 
 @overload
@@ -50,12 +50,16 @@ def token_logprobs(
         raise ValueError(f"temperature must be a positive, finite number, got {temperature}")
     # Row r of the flat logits predicts the next token; the last column predicts nothing and is dropped below. Keeping
     # it makes the flat view free of copies.
-    targets = torch.roll(input_ids, -1, 1).reshape(-1)
+    targets = torch.roll(input_ids, -1, 1).reshape(-1).long()
     known = (targets >= 0) & (targets < logits.shape[2])
     flat = logits.reshape(-1, logits.shape[2])
-    picked, score_sq = _TakenLogProb.apply(flat, torch.where(known, targets, 0), temperature, with_score_sq)  # type: ignore[misc]
+    rest = (torch.where(known, targets, 0), temperature, with_score_sq)
+    picked, score_sq = cast(
+        tuple[Tensor, Tensor],
+        _TakenLogProb.apply(flat, *rest),  # pyright: ignore[reportUnknownMemberType]
+    )
     logprobs = _shift(torch.where(known, picked, math.nan), input_ids)
-    return (logprobs, _shift(score_sq, input_ids)) if with_score_sq else logprobs
+    return (logprobs, _shift(torch.where(known, score_sq, math.nan), input_ids)) if with_score_sq else logprobs
 
 
 def _shift(values: Tensor, input_ids: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ class _TakenLogProb(torch.autograd.Function):
             logprobs[at] = powers.gather(1, targets[at, None]).squeeze(1)
             torch.sum(powers.exp_(), 1, out=total[at])
             if with_score_sq:
-                torch.linalg.vector_norm(powers, dim=1, out=score_sq[at])
+                torch.linalg.vector_norm(powers, dim=1, out=score_sq[at])  # pyright: ignore[reportUnknownMemberType]
         logprobs -= total.log()
         if with_score_sq:
             score_sq.div_(total).square_().sub_(logprobs.exp(), alpha=2).add_(1).clamp_(min=0)
@@ -97,7 +101,9 @@ class _TakenLogProb(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         logits, targets, largest, total = ctx.saved_tensors
         coefficient = grads[0] / ctx.temperature
         per_weight = -coefficient / total
@@ -122,7 +128,7 @@ def _scaled(block: Tensor, largest: Tensor, temperature: float, *, out: Tensor) 
 
 
 def _row_chunks(logits: Tensor, dtype: torch.dtype, store: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the rows, each with room for its [rows, V] numbers: inside `store` where the dtype allows, else reused."""
+    """Slices of the rows, each with room for its [rows, V]: inside `store` where the dtype allows, else reused."""
     rows, width = logits.shape
     step = max(1, CHUNK_ELEMENTS["cpu" if logits.device.type == "cpu" else "other"] // width)
     in_place = store is not None and store.dtype == dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def check_rows(mask: Tensor, **tensors: Tensor) -> Tensor:
-    """The mask as bool [n, s], after checking that every named tensor has its shape; ValueError names the one that has not."""
+    """The mask as bool [n, s]; ValueError names the first of the given tensors that has another shape."""
     if mask.ndim != 2:
         raise ValueError(f"the mask must be [n, s], one row per trajectory, got shape {tuple(mask.shape)}")
     for name, value in tensors.items():

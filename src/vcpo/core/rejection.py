@@ -1,7 +1,7 @@
-"""Which actions are trained at all: rejection by how far learner and sampler disagree, and batch normalisation of weights.
+"""Which actions are trained at all (rejection by disagreement of learner and sampler), and batch-normalised weights.
 
-Truncation (`weight_treatments`) makes a large weight smaller; rejection takes actions, or whole trajectories, out of the
-loss. Both may be used together. Nothing here carries gradient.
+Truncation (`weight_treatments`) makes a large weight smaller; rejection takes actions, or whole trajectories, out of
+the loss. Both may be used together. Nothing here carries gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vcpo.core.masking import check_rows, masked_fill, masked_mean
 from vcpo.core.weights import log_ratios, quarantined
 
 REJECTION_LEVELS = ("token", "sum", "mean", "max")
-REJECTION_MEASURES = ("ratio", "k1", "k2", "k3")
+REJECTION_MEASURES = ("ratio", "k2", "k3")
 
 
 @torch.no_grad()
@@ -30,15 +30,15 @@ def kept_actions(
     low: float = -math.inf,
     high: float = math.inf,
 ) -> Tensor:
-    """True on the actions whose disagreement measure lies in [low, high]; [n, s] each -> [n, s] bool, False where masked.
+    """True on the actions whose disagreement lies in [low, high]; [n, s] each -> [n, s] bool, False where masked.
 
-    `measure`, with l = log pi - log mu: "ratio" exp(l), compared in log space; the divergence estimates of the sampler
-    from the learner "k1" -l, "k2" l^2 / 2, "k3" exp(l) - 1 - l.
-    `level`: "token" judges each action by itself; "sum", "mean" and "max" judge the trajectory by that statistic over its
-    actions and keep or drop it whole. For "ratio" the sum gives the product of the ratios (the sequence's importance
-    weight) and the mean their geometric mean; "max" keeps a trajectory when every single action lies inside the bounds.
+    `measure`, with l = log pi - log mu: "ratio" exp(l), compared in log space; "k2" l^2 / 2 and "k3" exp(l) - 1 - l,
+    the estimates of KL(sampler || learner).
+    `level`: "token" judges each action by itself; "sum", "mean" and "max" judge the trajectory by that statistic over
+    its actions and keep or drop it whole. For "ratio" the sum is the product of the ratios (the sequence's importance
+    weight), the mean their geometric mean; "max" keeps a trajectory when every single action lies inside the bounds.
 
-    A quarantined trajectory (log weight NaN or +inf) and a statistic that is NaN or +inf are dropped whatever the bounds.
+    A quarantined trajectory (log weight NaN or +inf) and a statistic that is NaN or +inf are dropped in any case.
     ValueError for an unknown level or measure, bounds in the wrong order, or shapes that differ.
     """
     if level not in REJECTION_LEVELS or measure not in REJECTION_MEASURES:
@@ -68,10 +68,10 @@ def kept_actions(
 def batch_normalized(weights: Tensor, action_mask: Tensor, *, mean: Tensor | float | None = None) -> Tensor:
     """Weights divided by their mean, so that a batch keeps its overall scale; [n, s] or [n, 1] -> the same shape.
 
-    Per-token weights are averaged over all actions, per-trajectory weights over the trajectories that have actions. `mean`
-    overrides that average: the mean over the WHOLE optimizer batch, needed when it comes in micro-batches or on several
-    ranks. After it a weight may exceed the cap it was truncated at. A mean of 0 leaves the weights, all 0, as they are;
-    per-token results are 0 at masked positions. ValueError for a mean that is negative or not a finite number.
+    Per-token weights are averaged over all actions, per-trajectory weights over the trajectories that have actions.
+    `mean` overrides that average: the mean over the WHOLE optimizer batch, needed when it comes in micro-batches or on
+    several ranks. A weight may exceed afterwards the cap it was truncated at. A mean of 0 leaves the weights, all 0,
+    as they are; per-token results are 0 at masked positions. ValueError for a mean that is not a finite number >= 0.
     """
     mask = check_rows(action_mask)
     per_trajectory = weights.shape == (len(mask), 1)

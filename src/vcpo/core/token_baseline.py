@@ -42,7 +42,8 @@ def optimal_token_baseline(
     total = group_sum(torch.where(known, v, 0.0).flatten(), cell, cells)
     summed = group_sum(torch.where(known, v * gain, 0.0).flatten(), cell, cells)
     mean = (summed / torch.where(total > 0, total, 1.0))[cell].view_as(gain)
-    baseline = torch.where((total > 0)[cell].view_as(mask), mean, torch.where(returns.isfinite(), returns.double(), 0.0))
+    own = torch.where(returns.isfinite(), returns.double(), 0.0)
+    baseline = torch.where((total > 0)[cell].view_as(mask), mean, own)
     return torch.where(mask, baseline, 0.0).to(float_type(returns))
 
 

@@ -35,7 +35,7 @@ def trajectory_log_weights(learner_logprobs: Tensor, sampler_logprobs: Tensor, a
 
 
 def quarantined(log_weights: Tensor) -> Tensor:
-    """True where a log weight is NaN or +inf: such an entry carries no weight but still counts in B; any shape, bool."""
+    """True where a log weight is NaN or +inf: such an entry carries no weight but counts in B; any shape -> bool."""
     return log_weights.isnan() | log_weights.isposinf()
 
 
@@ -60,32 +60,33 @@ def _at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def _truncate(log_weights: Tensor, cap: float) -> Tensor:
-    """min(exp(lw), cap) for any shape; exactly cap at and above it."""
-    if not (0 < cap < math.inf):
-        raise ValueError(f"cap must be a positive, finite number, got {cap}")
+def _truncate(log_weights: Tensor, cap: float, low: float = 0.0) -> Tensor:
+    """exp(lw) held inside [low, cap], for any shape: exactly cap at and above it, 0 for quarantined entries."""
+    if not (0 < cap < math.inf and 0 <= low <= cap):
+        raise ValueError(f"need a finite cap > 0 and 0 <= low <= cap, got cap {cap} and low {low}")
     log_cap = math.log(cap)
-    usable = torch.where(quarantined(log_weights), -math.inf, log_weights)
-    return torch.where(usable >= log_cap, cap, usable.clamp(max=log_cap).exp())
+    weights = torch.where(log_weights >= log_cap, cap, log_weights.clamp(max=log_cap).exp().clamp(min=low, max=cap))
+    return torch.where(quarantined(log_weights), 0.0, weights)
 
 
-def _keep_within(log_weights: Tensor, low: float, cap: float) -> Tensor:
-    """exp(lw) where low <= exp(lw) <= cap, 0 elsewhere; for any shape, never inf."""
-    if not (0 <= low <= cap < math.inf and cap > 0):
-        raise ValueError(f"need 0 <= low <= cap < inf and cap > 0, got low {low} and cap {cap}")
-    weights = _truncate(log_weights, cap)
-    above = log_weights > math.log(cap)
-    below = log_weights < (math.log(low) if low > 0 else -math.inf)
-    return torch.where(above | below, 0.0, weights)
+def _keep_within(log_weights: Tensor, cap: float, low: float) -> Tensor:
+    """exp(lw) where low <= exp(lw) <= cap, 0 elsewhere; for any shape."""
+    weights = _truncate(log_weights, cap, low)
+    log_low = math.log(low) if low > 0 else -math.inf
+    return torch.where((log_weights < log_low) | (log_weights > math.log(cap)), 0.0, weights)
 
 
 WeightTreatment = Callable[..., Tensor]
-"""f(learner_logprobs, sampler_logprobs, action_mask, *, cap=8.0, low=0.0) -> [n, s] or [n, 1]: what multiplies each
-token's term of the loss. Detached, finite, >= 0; 0 for quarantined and empty rows and, token-wise, at masked positions."""
+"""f(learner_logprobs, sampler_logprobs, action_mask, *, cap=8.0, low=0.0) -> what multiplies each token's loss term.
+
+[n, s] for the token treatments, else [n, 1]. Detached, finite, in [0, cap]; 0 for quarantined and empty trajectories
+and, token-wise, at masked positions. "_truncate" holds the weight inside [low, cap]; "_mask" gives 0 outside of it.
+"""
 
 
 def _treatment(level: str, kind: str) -> WeightTreatment:
-    """One entry of the table: `level` says which log weight, `kind` what becomes of it."""
+    """One entry of the table: `level` says which log weight is meant, `kind` what becomes of one outside the bounds."""
+    outcome = {"truncate": _truncate, "mask": _keep_within}[kind]
 
     @torch.no_grad()
     def treatment(
@@ -95,22 +96,29 @@ def _treatment(level: str, kind: str) -> WeightTreatment:
         mask = action_mask.bool()
         sums, counts = ratios.sum(1, keepdim=True), mask.sum(1, keepdim=True)
         log_weights = {"token": ratios, "sequence": sums, "geometric": sums / counts.clamp(min=1)}[level]
-        weights = _truncate(log_weights, cap) if kind == "truncate" else _keep_within(log_weights, low, cap)
-        carries = ~quarantined(sums) & (counts > 0)
-        return torch.where(carries & mask if level == "token" else carries, weights, 0.0)
+        carries = ~quarantined(sums) & (mask if level == "token" else counts > 0)
+        return torch.where(carries, outcome(log_weights, cap, low), 0.0)
 
     treatment.__name__ = f"{level}_{kind}"
+    treatment.__doc__ = f"The {level} weight, after `_{kind}` at low and cap; see `WeightTreatment`."
     return treatment
 
 
 @torch.no_grad()
-def _none(learner_logprobs: Tensor, sampler_logprobs: Tensor, action_mask: Tensor, *, cap: float = 8.0, low: float = 0.0) -> Tensor:
+def no_weights(
+    learner_logprobs: Tensor, sampler_logprobs: Tensor, action_mask: Tensor, *, cap: float = 8.0, low: float = 0.0
+) -> Tensor:
+    """Weight 1 for every trajectory, 0 for quarantined and empty ones: no correction at all; [n, s] each -> [n, 1]."""
     sums = log_ratios(learner_logprobs, sampler_logprobs, action_mask).sum(1, keepdim=True)
-    carries = ~quarantined(sums) & action_mask.bool().any(1, keepdim=True)
-    return carries.to(sums.dtype)
+    return (~quarantined(sums) & action_mask.bool().any(1, keepdim=True)).to(sums.dtype)
 
 
 weight_treatments: Mapping[str, WeightTreatment] = {
-    "none": _none,
-    **{f"{level}_{kind}": _treatment(level, kind) for level in ("sequence", "token", "geometric") for kind in ("truncate", "mask")},
+    "none": no_weights,
+    "sequence_truncate": _treatment("sequence", "truncate"),
+    "token_truncate": _treatment("token", "truncate"),
+    "geometric_truncate": _treatment("geometric", "truncate"),
+    "sequence_mask": _treatment("sequence", "mask"),
+    "token_mask": _treatment("token", "mask"),
+    "geometric_mask": _treatment("geometric", "mask"),
 }

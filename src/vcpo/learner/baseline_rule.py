@@ -33,13 +33,15 @@ class BaselineRule:
             # a_i is whatever the loss really multiplies the row by, so it is read off what was applied.
             log_applied = table[:, COLUMNS.index("treated_weight")].log()
             log_applied = torch.where(core.quarantined(log_w), torch.nan, log_applied)
-            return core.log_baseline_weights(log_applied, s, weights="paper", lengths=lengths if self.by_length else None)
+            return core.log_baseline_weights(
+                log_applied, s, weights="paper", lengths=lengths if self.by_length else None
+            )
         return core.log_baseline_weights(log_w, s, weights=self.weights, cap=self.cap, lengths=None)
 
     def per_row(self, rewards: Tensor, shares: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         """[n] baselines; right for rows all of whose group is among these."""
         if self.optimal:
-            return core.combine(rewards, self.log_v(table, lengths), shares)
+            return core.weighted_baseline(rewards, self.log_v(table, lengths), shares)
         return core.baselines[self.name](rewards, shares, lengths=lengths)
 
     def shared(self, known: Announced, members: Tensor, table: Tensor) -> float:

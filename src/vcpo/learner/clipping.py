@@ -26,7 +26,9 @@ class GradientClip:
     def __init__(self, max_grad_norm: float | str | None) -> None:
         fixed = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
         if not (max_grad_norm is None or max_grad_norm == "running_median" or (fixed and float(max_grad_norm) > 0)):
-            raise ValueError(f'max_grad_norm must be a positive number, "running_median" or None, got {max_grad_norm!r}')
+            raise ValueError(
+                f'max_grad_norm must be a positive number, "running_median" or None, got {max_grad_norm!r}'
+            )
         self._rule = max_grad_norm
         self._norms: deque[float] = deque(maxlen=MEDIAN_WINDOW)
 
@@ -51,16 +53,21 @@ class GradientClip:
 
 
 def global_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
-    """Norm of all gradients together, accumulated in fp64; 0.0 when there are none."""
+    """Norm of all gradients together, accumulated in fp32 or better; 0.0 when there are none."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    norms: list[Tensor] = torch._foreach_norm(gradients)
-    return float(torch.stack([n.double() for n in norms]).norm())
+    return float(torch.nn.utils.get_total_norm([torch.linalg.vector_norm(g, dtype=_wide(g)) for g in gradients]))
 
 
 def scale_gradients(parameters: Sequence[torch.nn.Parameter], factor: float) -> None:
     """Multiply every gradient by `factor`, in place."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients and factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
+    if factor == 1.0:
+        return
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype == torch.float64 else torch.float32

@@ -65,7 +65,9 @@ class Learner:
         begin = time.perf_counter()
         vc = self.variance_control
         if any(float(group["lr"]) == 0.0 for group in self.optimizer.param_groups):
-            warnings.warn("the base learning rate is 0: this step changes nothing; check lr and lr_schedule", stacklevel=2)
+            warnings.warn(
+                "the base learning rate is 0: this step changes nothing; check lr and lr_schedule", stacklevel=2
+            )
         self.model.train()
         lengths = batch.attention_mask.bool().sum(1)
         parts = micro_batches(lengths, batch.group_ids, max_tokens=self.max_tokens_per_micro_batch)
@@ -84,7 +86,9 @@ class Learner:
             logits = forward_logits(self.model, micro.input_ids, micro.attention_mask)
         score_sq = None
         if vc.needs_score_sq:
-            logprobs, score_sq = core.token_logprobs(logits, micro.input_ids, temperature=micro.temperature, with_score_sq=True)
+            logprobs, score_sq = core.token_logprobs(
+                logits, micro.input_ids, temperature=micro.temperature, with_score_sq=True
+            )
         else:
             logprobs = core.token_logprobs(logits, micro.input_ids, temperature=micro.temperature)
         sampler, mask = micro.sampler_logprobs, micro.action_mask
@@ -93,7 +97,13 @@ class Learner:
             return
         advantages = vc.advantages(logprobs, sampler, mask, rows=rows, score_sq=score_sq)
         loss, _ = self._loss(
-            logprobs, sampler, advantages, mask, aggregation=vc.aggregation, normalizer=vc.normalizer, **self._loss_options
+            logprobs,
+            sampler,
+            advantages,
+            mask,
+            aggregation=vc.aggregation,
+            normalizer=vc.normalizer,
+            **self._loss_options,
         )
         loss.backward()
 

@@ -88,15 +88,9 @@ def announce(
     scales = core.group_scale(r, ids, scale_rewards=scale_rewards, std_eps=std_eps).double()
     flat = core.zero_variance(r, shares)
     _, inverse, counts = shares.unique(return_inverse=True, return_counts=True)
-    size, tokens = len(r), int(n_actions.sum())
-    denominators = {
-        "seq_mean_token_mean": n_actions.double() * size,
-        "seq_mean_token_sum": torch.full_like(r, size),
-        "seq_mean_token_sum_norm": torch.full_like(r, size * (constant_length or 1)),
-        "token_mean": torch.full_like(r, tokens),
-    }[aggregation]
+    spread = core.aggregation_factors(n_actions, aggregation=aggregation, length=constant_length)
     dead = unscorable | flat | (n_actions == 0)
-    factors = torch.where(dead, 0.0, 1.0 / (scales * denominators.clamp(min=1)))
+    factors = torch.where(dead, 0.0, spread / scales)
     centres = core.group_mean(r, shares).nan_to_num(0.0)
     known = Announced(
         rewards=r,
@@ -114,33 +108,6 @@ def announce(
     return known, offset
 
 
-@dataclass
-class HalfGroup:
-    """A group cut by a micro-batch or a rank: S = sum of factor_i grad L_i over its members seen so far."""
-
-    gradients: list[Tensor | None]
-
-    def add(self, parts: Sequence[Tensor | None]) -> None:
-        """Accumulate in fp32 or better."""
-        for i, part in enumerate(parts):
-            if part is None:
-                continue
-            wide = part if part.dtype == torch.float64 else part.float()
-            held = self.gradients[i]
-            self.gradients[i] = wide.clone() if held is None else held.add_(wide)
-
-    def release(self, parameters: Sequence[torch.nn.Parameter], coefficient: float) -> None:
-        """.grad += coefficient x S."""
-        for parameter, held in zip(parameters, self.gradients, strict=True):
-            if held is None:
-                continue
-            update = (coefficient * held).to(parameter.dtype)
-            if parameter.grad is None:
-                parameter.grad = update
-            else:
-                parameter.grad.add_(update)
-
-
 class OpenBatch:
     """This rank's part of an announced batch: which rows came, what was recorded of them, which groups are half-finished."""
 
@@ -151,7 +118,6 @@ class OpenBatch:
         self.size = size
         self.seen = torch.zeros(size, dtype=torch.bool, device=known.rewards.device)
         self.table = torch.full((size, len(COLUMNS)), torch.nan, dtype=torch.float64, device=known.rewards.device)
-        self.half_groups: dict[int, HalfGroup] = {}
         self.extra_loss = 0.0
 
     def local(self, name: str) -> Tensor:
@@ -165,12 +131,18 @@ class OpenBatch:
             at = at.nonzero().flatten()
         at = at.long()
         if at.ndim != 1 or len(at) != count:
-            raise BatchError(f"rows must name one row of the batch per trajectory given: {count} given, rows has shape {tuple(at.shape)}")
+            raise BatchError(
+                f"rows must name one row of the batch per trajectory given: {count} given, rows has shape {tuple(at.shape)}"
+            )
         if len(at) and (int(at.min()) < 0 or int(at.max()) >= self.size):
-            raise BatchError(f"rows must be indices in [0, {self.size}) into the rewards given to vc.batch, got {at.tolist()}")
+            raise BatchError(
+                f"rows must be indices in [0, {self.size}) into the rewards given to vc.batch, got {at.tolist()}"
+            )
         again = at[self.seen[at]].tolist()
         if again or len(at.unique()) != len(at):
-            raise BatchError(f"rows of the optimizer batch came twice: {again or at.tolist()}; give each row to one micro-batch")
+            raise BatchError(
+                f"rows of the optimizer batch came twice: {again or at.tolist()}; give each row to one micro-batch"
+            )
         self.seen[at] = True
         return at
 

@@ -74,7 +74,13 @@ class Reference:
 
     def state_dict(self) -> dict[str, Any]:
         pool = self._pool
-        return {"log_m1": pool.log_m1, "log_m2": pool.log_m2, "count": pool.count, "seen": pool.seen, "batch_size": self._batch_size}
+        return {
+            "log_m1": pool.log_m1,
+            "log_m2": pool.log_m2,
+            "count": pool.count,
+            "seen": pool.seen,
+            "batch_size": self._batch_size,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch_size = state["batch_size"]

@@ -37,6 +37,6 @@ def _copy(lr: float | Tensor) -> float | Tensor:
 
 def _assign(group: dict, value: float | Tensor) -> None:
     if isinstance(group["lr"], Tensor):
-        group["lr"].copy_(value)
+        group["lr"].copy_(torch.as_tensor(value))
     else:
         group["lr"] = value

@@ -52,7 +52,9 @@ def row_figures(learner_logprobs: Tensor, sampler_logprobs: Tensor, action_mask:
 
 
 @torch.no_grad()
-def make_report(open_batch: OpenBatch, table: Tensor, baseline: Tensor, outcome: StepOutcome, *, cap: float) -> UpdateReport:
+def make_report(
+    open_batch: OpenBatch, table: Tensor, baseline: Tensor, outcome: StepOutcome, *, cap: float
+) -> UpdateReport:
     """UpdateReport of the whole batch: table [B, columns] of all ranks, baseline [B]."""
     known = open_batch.known
     column = {name: table[:, i] for i, name in enumerate(COLUMNS)}
@@ -63,7 +65,9 @@ def make_report(open_batch: OpenBatch, table: Tensor, baseline: Tensor, outcome:
     advantage = torch.where(known.factors > 0, (known.rewards - baseline) / known.scales, 0.0)
     informative = (known.factors > 0) & carries
     tokens = max(int(known.lengths[carries].sum()), 1)
-    loss = -torch.where(known.factors > 0, known.factors * (known.rewards - baseline) * column["weighted_logprob"], 0.0).sum()
+    loss = -torch.where(
+        known.factors > 0, known.factors * (known.rewards - baseline) * column["weighted_logprob"], 0.0
+    ).sum()
     norms = column["score_norm"]
     has_norms = carries & norms.isfinite()
     return UpdateReport(

@@ -15,6 +15,7 @@ S = sum_i factor_i grad L_i until its last member came; then `.grad` receives th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -23,21 +24,22 @@ import torch
 import torch.nn.parallel
 from torch import Tensor
 
-from vcpo import core, score_norms as norms
+from vcpo import core
+from vcpo import score_norms as norms
 from vcpo.core.masking import masked_sum
 from vcpo.distributed import ProcessGroup, gather_rows, sum_gradients
-from vcpo.errors import BatchError, ConfigError
+from vcpo.errors import BatchError, ConfigError, ScoreNormError
+from vcpo.learner.assembly import Assembly
 from vcpo.learner.baseline_rule import BaselineRule
 from vcpo.learner.clipping import GradientClip, global_norm, scale_gradients
-from vcpo.learner.open_batch import COLUMNS, HalfGroup, OpenBatch, announce
+from vcpo.learner.open_batch import COLUMNS, OpenBatch, announce
 from vcpo.learner.reference import Reference
 from vcpo.learner.scaled_lr import scaled_lr
+from vcpo.learner.settings import check_settings
 from vcpo.learner.update_report import StepOutcome, make_report, row_figures
 from vcpo.metrics import UpdateReport
 
 Rows = Tensor | Sequence[int]
-BASELINES = ("optimal", "group_mean", "leave_one_out", "length_weighted")
-STEP_CONTROLS = ("ess", "none")
 
 
 class VarianceControl:
@@ -90,27 +92,28 @@ class VarianceControl:
         Raises ConfigError (a ValueError) when an argument is unknown or two do not go together.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise ConfigError("pass the model inside DDP (ddp.module): VarianceControl sums gradients over ranks itself")
-        _one_of("baseline", baseline, BASELINES)
-        _one_of("weights", weights, ("paper", "estimator", "reference"))
-        _one_of("weight_treatment", weight_treatment, tuple(core.weight_treatments))
-        _one_of("step_control", step_control, STEP_CONTROLS)
-        _one_of("rule", rule, ("sqrt", "linear"))
-        _one_of("apply", apply, ("lr", "gradient"))
-        _one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
-        _one_of("aggregation", aggregation, tuple(core.aggregations))
-        _one_of("baseline_scope", baseline_scope, ("group", "batch"))
-        if weights == "estimator" and not weight_treatment.startswith(("sequence", "geometric", "none")):
-            raise ConfigError('weights="estimator" needs one factor per trajectory: use a sequence_* or geometric_* weight_treatment')
-        if baseline_scope == "batch" and scale_rewards == "group":
-            raise ConfigError('baseline_scope="batch" goes with scale_rewards "batch" or "none", not "group"')
-        if aggregation == "seq_mean_token_sum_norm" and not constant_length:
-            raise ConfigError('aggregation="seq_mean_token_sum_norm" needs constant_length (tokens)')
+            raise ConfigError(
+                "pass the model inside DDP (ddp.module): VarianceControl sums gradients over ranks itself"
+            )
+        check_settings(
+            baseline=baseline,
+            weights=weights,
+            weight_treatment=weight_treatment,
+            step_control=step_control,
+            rule=rule,
+            apply=apply,
+            scale_rewards=scale_rewards,
+            aggregation=aggregation,
+            baseline_scope=baseline_scope,
+            constant_length=constant_length,
+        )
         self.model = model
         self.optimizer = optimizer
         self.score_norms = norms.resolve(score_norms)
         if self.score_norms not in ("loop", "two_pass", "logit", "length"):
-            raise ConfigError(f'score_norms="{score_norms}" is not available here yet; use auto, two_pass, logit, length or loop')
+            raise ConfigError(
+                f'score_norms="{score_norms}" is not available here yet; use auto, two_pass, logit, length or loop'
+            )
         self.weight_treatment = weight_treatment
         self.cap = float(cap)
         self._rule = BaselineRule(baseline, weights, self.cap, by_length=aggregation == "seq_mean_token_mean")
@@ -129,6 +132,7 @@ class VarianceControl:
         self._taps: norms.Taps | None = None
         self._checked = False
         self._open: OpenBatch | None = None
+        self._assembly = Assembly(self._rule, self._parameters)
         self._steps = 0
         self._version = 0
 
@@ -160,7 +164,9 @@ class VarianceControl:
             raise BatchError('reference="auto" needs policy_lags in vc.batch: it calibrates on trajectories at lag 0')
         for name, value in (("group_ids", group_ids), ("action_lengths", action_lengths), ("policy_lags", policy_lags)):
             if value is not None and value.shape != rewards.shape:
-                raise BatchError(f"{name} must have the shape of rewards {tuple(rewards.shape)}, got {tuple(value.shape)}")
+                raise BatchError(
+                    f"{name} must have the shape of rewards {tuple(rewards.shape)}, got {tuple(value.shape)}"
+                )
         known, offset = announce(
             rewards.detach(),
             group_ids,
@@ -175,8 +181,13 @@ class VarianceControl:
         )
         if known.size == 0:
             raise BatchError("an optimizer batch needs at least one trajectory on some rank")
-        fixed = None if self._rule.optimal else self._rule.per_row(known.rewards, known.baseline_ids, known.lengths, known.lengths)
+        fixed = (
+            None
+            if self._rule.optimal
+            else self._rule.per_row(known.rewards, known.baseline_ids, known.lengths, known.lengths)
+        )
         self._open = OpenBatch(known, offset, len(rewards), fixed)
+        self._assembly = Assembly(self._rule, self._parameters)
         self.optimizer.zero_grad(set_to_none=True)
         try:
             yield
@@ -189,9 +200,18 @@ class VarianceControl:
         self._the_open()
         if not self._rule.optimal or self.score_norms != "two_pass":
             return nullcontext()
+        return self._armed()
+
+    @contextmanager
+    def _armed(self) -> Iterator[None]:
+        """The hooks stay on until `backward` is through: checkpointing repeats forwards inside it."""
         if self._taps is None:
             self._taps = norms.Taps(self.model)
-        return self._taps
+        self._taps.arm()
+        try:
+            yield
+        finally:
+            self._taps.mute()
 
     def backward(
         self,
@@ -213,14 +233,15 @@ class VarianceControl:
         at, treated = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask, score_sq)
         sums = masked_sum(treated * core.masked_fill(learner_logprobs, action_mask), action_mask)
         open_batch.record(at, {"weighted_logprob": sums.detach()})
-        coefficients, releases = self._coefficients(open_batch, at, sums)
+        coefficients, releases = self._assembly.coefficients(open_batch, at, sums)
         loss = -(coefficients.to(sums.dtype) * sums).sum()
         if extra_loss is not None:
             open_batch.extra_loss += float(extra_loss.detach())
             loss = loss + extra_loss
         loss.backward()
-        for share, coefficient in releases.items():
-            open_batch.half_groups.pop(share).release(self._parameters, coefficient)
+        if self._taps is not None:
+            self._taps.release()
+        self._assembly.release(releases)
 
     def advantages(
         self,
@@ -238,14 +259,14 @@ class VarianceControl:
         """
         open_batch = self._the_open()
         at, _ = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask, score_sq)
-        if self._rule.optimal and bool(self._cut(open_batch, at).any()):
+        if self._rule.optimal and bool(self._assembly.cut(open_batch, at).any()):
             raise BatchError(
                 'with a loss of your own and baseline="optimal" every group must be whole in one micro-batch; '
                 "use larger micro-batches, vc.backward, or another baseline"
             )
         with torch.no_grad():
             local = open_batch.local
-            advantage = (local("rewards")[at] - self._baseline_of(open_batch, at)) / local("scales")[at]
+            advantage = (local("rewards")[at] - self._assembly.baseline_of(open_batch, at)) / local("scales")[at]
             dead = (local("factors")[at] == 0) | core.quarantined(open_batch.recorded("log_weight")[at])
             advantage = torch.where(dead, 0.0, advantage)
             open_batch.record(at, {"weighted_logprob": masked_sum(learner_logprobs.detach(), action_mask)})
@@ -263,9 +284,11 @@ class VarianceControl:
         missing = open_batch.missing()
         if missing:
             self._forget()
-            raise BatchError(f"rows of the optimizer batch never came: {missing[:8]} of {open_batch.size}; call vc.backward for every row")
+            raise BatchError(
+                f"rows of the optimizer batch never came: {missing[:8]} of {open_batch.size}; call vc.backward for every row"
+            )
         table, _ = gather_rows(open_batch.table, self.process_group)
-        self._finish_half_groups(open_batch, table)
+        self._assembly.finish(open_batch, table)
         sum_gradients(self._parameters, self.process_group)
         outcome = self._take_step(open_batch, table)
         known = open_batch.known
@@ -274,7 +297,6 @@ class VarianceControl:
             baseline = self._rule.per_row(known.rewards, known.baseline_ids, known.lengths, table)
         report = make_report(open_batch, table, baseline, outcome, cap=self.cap)
         self._open = None
-        self._taps = None
         return report
 
     def _take_step(self, open_batch: OpenBatch, table: Tensor) -> StepOutcome:
@@ -346,12 +368,15 @@ class VarianceControl:
 
     def _the_open(self) -> OpenBatch:
         if self._open is None:
-            raise BatchError("no batch is open: announce it first with `with vc.batch(rewards, group_ids, action_lengths):`")
+            raise BatchError(
+                "no batch is open: announce it first with `with vc.batch(rewards, group_ids, action_lengths):`"
+            )
         return self._open
 
     def _forget(self) -> None:
         self._open = None
-        self._taps = None
+        if self._taps is not None:
+            self._taps.release()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _take_in(
@@ -361,7 +386,9 @@ class VarianceControl:
         at = open_batch.enter(rows, len(learner))
         lengths, announced = mask.bool().sum(1), open_batch.local("lengths")[at]
         if not bool((lengths == announced).all()):
-            raise BatchError(f"action_mask has {lengths.tolist()} actions per row, but vc.batch announced {announced.tolist()}")
+            raise BatchError(
+                f"action_mask has {lengths.tolist()} actions per row, but vc.batch announced {announced.tolist()}"
+            )
         figures = row_figures(learner.detach(), sampler, mask)
         treated = core.weight_treatments[self.weight_treatment](learner.detach(), sampler, mask, cap=self.cap)
         # lw = -inf is weight 0 at every level: such a row has no part in the gradient of any treatment.
@@ -381,69 +408,44 @@ class VarianceControl:
             return norms.logit_norms(score_sq, mask)
         sums = masked_sum(learner, mask)
         if self.score_norms == "loop":
-            return norms.norms_in_graph(sums, self._parameters)
+            return _row_norms(sums, self._parameters)
         if self._taps is None:
             raise BatchError("score_norms=two_pass needs the model's forward inside `with vc.forward():`")
-        squares = self._taps.squared_norms(sums)
-        if not self._checked:
-            norms.check_in_graph(self._taps, sums, squares, mask)
-            self._checked = True
-        return norms.total_norms(squares)
+        try:
+            squares = self._taps.squared_norms(sums)
+            if not self._checked:
+                self._self_check(sums, squares, mask)
+        except ScoreNormError as error:
+            if self._checked:
+                raise
+            self._fall_back(str(error))
+            return _row_norms(sums, self._parameters)
+        return norms.norms_from_squares(squares).detach()
 
-    def _cut(self, open_batch: OpenBatch, at: Tensor) -> Tensor:
-        """[m] bool: rows whose baseline is shared with rows outside this micro-batch."""
-        shares = open_batch.local("baseline_ids")[at]
-        _, inverse, counts = shares.unique(return_inverse=True, return_counts=True)
-        return counts[inverse] < open_batch.local("share_sizes")[at]
+    def _self_check(self, sums: Tensor, squares: dict[str, Tensor], mask: Tensor) -> None:
+        """Once, on the first micro-batch: one trajectory through true autograd; ScoreNormError names the parameter."""
+        assert self._taps is not None
+        lengths = mask.bool().sum(1)
+        if not bool(lengths.any()):
+            return
+        # A ragged row and not the first one, where there is a choice: padding and row order are what goes wrong.
+        order = sorted(
+            range(len(lengths)), key=lambda i: (int(lengths[i]) > 0, i > 0, int(lengths[i]) < int(lengths.max()))
+        )
+        found = norms.check_in_graph(self._taps, sums, squares, order[-1])
+        if not found.ok:
+            raise ScoreNormError(
+                f"{found.parameter}: {found.what} is off by {found.relative_error:.1e} from plain autograd"
+            )
+        self._checked = True
 
-    def _baseline_of(self, open_batch: OpenBatch, at: Tensor) -> Tensor:
-        """[m] baselines; right for rows whose groups are whole in this micro-batch, or known beforehand."""
-        if open_batch.fixed_baseline is not None:
-            return open_batch.fixed_baseline[open_batch.here][at]
-        local = open_batch.local
-        return self._rule.per_row(local("rewards")[at], local("baseline_ids")[at], local("lengths")[at], open_batch.table[at])
-
-    def _coefficients(self, open_batch: OpenBatch, at: Tensor, sums: Tensor) -> tuple[Tensor, dict[int, float]]:
-        """[m] what multiplies each row's weighted log-prob now, and what to release of half-finished groups afterwards."""
-        rewards, factors = open_batch.local("rewards")[at], open_batch.local("factors")[at]
-        shares, centres = open_batch.local("baseline_ids")[at], open_batch.local("centres")[at]
-        baseline = self._baseline_of(open_batch, at)
-        live = factors > 0
-        cut = self._cut(open_batch, at) & live if self._rule.optimal else torch.zeros_like(live)
-        releases: dict[int, float] = {}
-        for share in shares[cut].unique().tolist():
-            members = (shares == share) & live
-            b = self._close(open_batch, share)
-            if b is None:
-                self._keep_half(open_batch, share, (factors[members].to(sums.dtype) * sums[members]).sum())
-                b = float(centres[members][0])
-            else:
-                releases[share] = b - float(centres[members][0])
-            baseline = torch.where(members, b, baseline)
-        coefficients = torch.where(live, factors * (rewards - baseline), 0.0)
-        return coefficients, {s: c for s, c in releases.items() if s in open_batch.half_groups}
-
-    def _close(self, open_batch: OpenBatch, share: int) -> float | None:
-        """The baseline of a cut group if all its members, on all ranks, have come by now; else None."""
-        local = open_batch.local("baseline_ids") == share
-        everywhere = open_batch.known.baseline_ids == share
-        if int(everywhere.sum()) != int(local.sum()) or not bool(open_batch.seen[local].all()):
-            return None
-        return self._rule.shared(open_batch.known, everywhere, open_batch.table[local])
-
-    def _keep_half(self, open_batch: OpenBatch, share: int, share_sum: Tensor) -> None:
-        """Add this micro-batch's part of S: one more backward, only for groups that a micro-batch has cut."""
-        parts = torch.autograd.grad(share_sum, self._parameters, retain_graph=True, allow_unused=True)
-        half = open_batch.half_groups.setdefault(share, HalfGroup([None] * len(self._parameters)))
-        half.add(parts)
-
-    def _finish_half_groups(self, open_batch: OpenBatch, table: Tensor) -> None:
-        """Groups that span ranks: every rank knows all rows' figures by now and releases its own S."""
-        for share in list(open_batch.half_groups):
-            members = open_batch.known.baseline_ids == share
-            b = self._rule.shared(open_batch.known, members, table[members])
-            centre = float(open_batch.known.centres[members][0])
-            open_batch.half_groups.pop(share).release(self._parameters, b - centre)
+    def _fall_back(self, why: str) -> None:
+        warnings.warn(
+            f"score_norms=two_pass failed its self-check ({why}); using loop: exact, but one more backward per trajectory. "
+            "logit or length cost next to nothing",
+            stacklevel=4,
+        )
+        self.score_norms = "loop"
 
     def _observe_reference(self, open_batch: OpenBatch, log_weights: Tensor) -> None:
         if not self._reference.needs_lags:
@@ -451,7 +453,9 @@ class VarianceControl:
         fresh = open_batch.known.policy_lags == 0
         if bool(fresh.any()):
             moments = core.WeightMoments.from_log_weights(log_weights[fresh])
-            self._reference.observe(float(moments.log_m1), float(moments.log_m2), int(fresh.sum()), open_batch.known.size)
+            self._reference.observe(
+                float(moments.log_m1), float(moments.log_m2), int(fresh.sum()), open_batch.known.size
+            )
 
 
 def _why_skip(ess_ratio: float, grad_norm: float) -> str | None:
@@ -462,6 +466,11 @@ def _why_skip(ess_ratio: float, grad_norm: float) -> str | None:
     return None
 
 
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+def _row_norms(sums: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """The oracle inside a graph that is already there: one backward per row of `sums` [m] -> [m] fp64."""
+    norms_found = torch.zeros(len(sums), dtype=torch.float64, device=sums.device)
+    for i, row in enumerate(sums):
+        gradients = torch.autograd.grad(row, parameters, retain_graph=True, allow_unused=True)
+        squares = [g.double().square().sum() for g in gradients if g is not None]
+        norms_found[i] = torch.stack(squares).sum().sqrt() if squares else 0.0
+    return norms_found

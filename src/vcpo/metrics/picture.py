@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -50,30 +51,37 @@ def plot_run(rows: Rows, path: str | Path, *, title: str = "", max_policy_lag: i
     `max_policy_lag` [versions] draws the bound into the lag panel.
     """
     import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE):
+        run_figure(rows, title=title, max_policy_lag=max_policy_lag).savefig(path, format="png")
+    return Path(path)
+
+
+def run_figure(rows: Rows, *, title: str = "", max_policy_lag: int | None = None) -> Figure:
+    """The figure that `plot_run` writes, in matplotlib's style of the moment; no window is opened."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplot_mosaic([["reward", "reward"], ["ess", "lr"], ["grad", "lag"]], height_ratios=[1.25, 1, 1])
-        _reward(axes["reward"], rows)
-        _ess(axes["ess"], rows)
-        _step_size(axes["lr"], rows)
-        _gradient(axes["grad"], rows)
-        _lag(axes["lag"], rows, max_policy_lag)
-        last = max((int(r["step"]) for r in rows if r.get("step") is not None), default=1)
-        for ax in axes.values():
-            ax.set_xlim(0, max(last, 1) * 1.02)
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        for name in ("grad", "lag"):
-            axes[name].set_xlabel("optimizer step")
-        if title:
-            figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)  # pyright: ignore
-        figure.savefig(path, format="png")
-    return Path(path)
+    figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplot_mosaic([["reward", "reward"], ["ess", "lr"], ["grad", "lag"]], height_ratios=[1.25, 1, 1])
+    _reward(axes["reward"], rows)
+    _ess(axes["ess"], rows)
+    _step_size(axes["lr"], rows)
+    _gradient(axes["grad"], rows)
+    _lag(axes["lag"], rows, max_policy_lag)
+    last = max((int(r["step"]) for r in rows if r.get("step") is not None), default=1)
+    for name, ax in axes.items():
+        ax.set_label(name)
+        ax.set_xlim(0, max(last, 1) * 1.02)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for name in ("grad", "lag"):
+        axes[name].set_xlabel("optimizer step")
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)  # pyright: ignore
+    return figure
 
 
 def _series(rows: Rows, key: str) -> tuple[list[float], list[float]]:

@@ -1,0 +1,135 @@
+"""Start-up check: do the taps give, on this very model, what true autograd gives?
+
+Two things are compared, parameter by parameter (the total would hide a layer: a skipped q_proj is 4e-6 of it): the
+squared norm of one ragged trajectory's gradient, and the gradient assembled with coefficients made of the norms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vcpo.batch import Batch
+from vcpo.errors import ScoreNormError
+from vcpo.score_norms.loop import gradients, squared_norm, trajectory_gradient
+from vcpo.score_norms.scoring import scoring_mode, trajectory_logprobs
+from vcpo.score_norms.taps import Taps, norms_from_squares
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest relative error by the coarsest dtype at work; bf16 and fp16: 1e-2."""
+NEGLIGIBLE = 1e-7
+"""Errors are relative to the parameter's own squared norm, or to this share of the total where that is larger."""
+
+
+@dataclass(frozen=True)
+class SelfCheckResult:
+    """What the check found; `parameter` is where the error is largest, also when it passed."""
+
+    ok: bool
+    parameter: str
+    relative_error: float
+    """Of the squared norm ("norm") or of the assembled gradient's norm of difference ("gradient"); NaN reads as inf."""
+    what: Literal["norm", "gradient"]
+
+
+def self_check(model: nn.Module, batch: Batch, method: str = "two_pass") -> SelfCheckResult:
+    """Compare a method that rests on the taps with plain autograd, on this model and batch: one result, never a fallback.
+
+    One ragged trajectory, not the first where there is another, runs alone through autograd; then a gradient with
+    coefficients made of the norms is assembled through the taps and compared with the same numbers as constants and
+    no taps. The model's mode and every .grad are left as found. ValueError for a method that cannot be checked;
+    ScoreNormError when the taps refuse the model, or no trajectory has an action.
+    """
+    if method != "two_pass":
+        raise ValueError(
+            f"self_check knows the method 'two_pass' (loop is the reference, the others proxies); got {method!r}"
+        )
+    row = _ragged_row(batch)
+    with scoring_mode(model, gradients=True):
+        with Taps(model) as taps:
+            logprobs = trajectory_logprobs(model, batch)
+            squares = taps.squared_norms(logprobs)
+            coefficients = _coefficients(squares)
+            assembled = gradients((coefficients * logprobs).sum(), taps.parameters)
+        plain = gradients((coefficients.detach() * trajectory_logprobs(model, batch)).sum(), taps.parameters)
+    norm = _compare_norms(squares, trajectory_gradient(model, batch, row), row, taps.parameters)
+    return norm if not norm.ok else _worse(norm, _compare_gradients(assembled, plain, taps.parameters))
+
+
+def check_in_graph(taps: Taps, trajectory_logprobs: Tensor, squares: Mapping[str, Tensor], row: int) -> SelfCheckResult:
+    """The same check where only the graph is at hand: trajectory_logprobs [n] with graph, `squares` from the taps.
+
+    The graph is kept. One trajectory's gradient comes from its own entry of trajectory_logprobs, so a forward that
+    mixes trajectories is not seen here, as it is by `self_check`.
+    """
+    one = gradients(trajectory_logprobs[row], taps.parameters, retain_graph=True)
+    norm = _compare_norms(squares, one, row, taps.parameters)
+    coefficients = _coefficients(squares)
+    if not norm.ok or not coefficients.requires_grad:  # without history the two gradients are one and the same
+        return norm
+    through = gradients((coefficients * trajectory_logprobs).sum(), taps.parameters, retain_graph=True)
+    plain = gradients((coefficients.detach() * trajectory_logprobs).sum(), taps.parameters, retain_graph=True)
+    return _worse(norm, _compare_gradients(through, plain, taps.parameters))
+
+
+def _ragged_row(batch: Batch) -> int:
+    """A trajectory with actions, shorter than the batch is wide and not the first, as far as there is one."""
+    lengths, used = batch.action_lengths.tolist(), batch.attention_mask.bool().sum(1).tolist()
+    candidates = [i for i, actions in enumerate(lengths) if actions > 0]
+    if not candidates:
+        raise ScoreNormError("the self-check needs a trajectory with action tokens; this batch has none")
+    return max(candidates, key=lambda i: (i > 0, used[i] < batch.input_ids.shape[1], used[i]))
+
+
+def _coefficients(squares: Mapping[str, Tensor]) -> Tensor:
+    """Coefficients of both signs that depend on all norms, as advantages do. Not detached: that is what is checked."""
+    norms = norms_from_squares(squares)
+    return 1.5 * norms / norms.mean() - 1
+
+
+def _compare_norms(
+    squares: Mapping[str, Tensor], reference: Mapping[str, Tensor], row: int, parameters: Mapping[str, nn.Parameter]
+) -> SelfCheckResult:
+    true = {name: squared_norm(g) for name, g in reference.items()}
+    floor = NEGLIGIBLE * sum(true.values())
+    errors = {n: _ratio(abs(float(squares[n][row].detach()) - sq), max(sq, floor)) for n, sq in true.items()}
+    return _result(errors, "norm", parameters)
+
+
+def _compare_gradients(
+    assembled: Mapping[str, Tensor], plain: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> SelfCheckResult:
+    true = {name: squared_norm(g) for name, g in plain.items()}
+    floor = NEGLIGIBLE * sum(true.values())
+    errors = {n: math.sqrt(_ratio(squared_norm(assembled[n] - g), max(true[n], floor))) for n, g in plain.items()}
+    return _result(errors, "gradient", parameters)
+
+
+def _ratio(error: float, size: float) -> float:
+    """error / size, where 0 / 0 is no error and NaN is the largest one."""
+    if error == 0:
+        return 0.0
+    return error / size if size > 0 and math.isfinite(error) and math.isfinite(size) else math.inf
+
+
+def _result(
+    errors: Mapping[str, float], what: Literal["norm", "gradient"], parameters: Mapping[str, nn.Parameter]
+) -> SelfCheckResult:
+    worst = max(errors, key=lambda name: errors[name])
+    return SelfCheckResult(errors[worst] <= _tolerance(parameters), worst, errors[worst], what)
+
+
+def _tolerance(parameters: Mapping[str, nn.Parameter]) -> float:
+    dtypes = {p.dtype for p in parameters.values()}
+    devices = {p.device.type for p in parameters.values()}
+    dtypes |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
+    return max(TOLERANCE.get(dtype, 1e-2) for dtype in dtypes)
+
+
+def _worse(a: SelfCheckResult, b: SelfCheckResult) -> SelfCheckResult:
+    return b if (not b.ok, b.relative_error) > (not a.ok, a.relative_error) else a
