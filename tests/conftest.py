@@ -74,19 +74,19 @@ def _toy_batch(
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_toy_policy() -> Callable[..., ToyPolicy]:
     """make_toy_policy(seed=0, dtype=float64): the same parameters for the same seed."""
     return _toy_policy
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_toy_batch() -> Callable[..., Batch]:
     """make_toy_batch(policy, groups=, members=, width=, spread=, seed=): a ragged batch."""
     return _toy_batch
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def clone() -> Callable[[nn.Module], nn.Module]:
     """A deep copy of a module."""
     return copy.deepcopy

@@ -15,7 +15,7 @@ from vcpo.tasks import Task, make_task
 
 _SPECIAL_TOKENS = 3  # of a character tokenizer
 _PLAIN_DECODERS = {"llama": 0, "mistral": 0, "qwen3": 2}
-"""Model types whose size follows from their sizes alone -> extra norms of one head's width in each layer."""
+"""Model types whose size follows from their settings -> extra norms of one head's width in each layer."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,10 @@ def decoder_parameters(architecture: Mapping[str, Any], *, vocabulary: int) -> i
         d, layers, inner = (architecture[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size"))
         heads = architecture["num_attention_heads"]
         kv_heads = architecture["num_key_value_heads"]
+        # qwen3's own default is 128, whatever the hidden size
+        width = architecture["head_dim"] if extra_norms else architecture.get("head_dim") or d // heads
     except KeyError:
         return None
-    width = architecture.get("head_dim") or d // heads
     attention = 2 * d * width * (heads + kv_heads) + extra_norms * width
     embeddings = vocabulary * d * (1 if architecture.get("tie_word_embeddings") else 2)
     return embeddings + layers * (attention + 3 * d * inner + 2 * d) + d

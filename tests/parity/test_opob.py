@@ -16,7 +16,7 @@ from vcpo.core.advantages import advantages
 from vcpo.core.baselines import optimal_baseline
 from vcpo.core.losses import policy_losses
 from vcpo.forward import forward_logits
-from vcpo.score_norms.loop import loop, trajectory_gradient
+from vcpo.score_norms import loop, trajectory_gradient, two_pass
 
 FAMILY = "opob"
 
@@ -39,7 +39,9 @@ def fp64_default() -> Iterator[None]:
 
 
 def test_optimal_baselines_equal_the_reference(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    {"exact.opob": closed_form, "vcpo.opob_baseline": authors, "opob.brute_force": brute_force}[case.fn](case, monkeypatch)
+    {"exact.opob": closed_form, "vcpo.opob_baseline": authors, "opob.brute_force": brute_force}[case.fn](
+        case, monkeypatch
+    )
 
 
 def closed_form(case: Any, _: pytest.MonkeyPatch) -> None:
@@ -76,7 +78,7 @@ def authors(case: Any, _: pytest.MonkeyPatch) -> None:
 
 
 def brute_force(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch, outputs = tiny_model(case, monkeypatch), None, case.outputs
+    model, outputs = tiny_model(case, monkeypatch), case.outputs
     batch = tiny_batch(model, case)
     mask, cap, rewards, group = batch.action_mask, case.params["is_cap"], batch.rewards, batch.group_ids
     close = {"rtol": 1e-9, "atol": 1e-12}
@@ -90,6 +92,7 @@ def brute_force(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     norms = loop(model, batch)
     torch.testing.assert_close(norms, outputs["score_norm"], **close)
+    torch.testing.assert_close(two_pass(model, batch), outputs["score_norm"], **close)
     gradient = trajectory_gradient(model, batch, 0)
     parts = {name: float(g.square().sum()) for name, g in gradient.items()}
     assert parts == pytest.approx(outputs["param_score_sq_norm_row0"], rel=1e-9, abs=1e-12)
@@ -113,7 +116,9 @@ def brute_force(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert norm == pytest.approx(outputs[f"grad_norm_{aggregation}"], rel=1e-9, abs=1e-12)
     for entry, value in outputs["grad_entries_seq_mean_token_mean"].items():
         name, index = entry.rstrip("]").split("[")
-        assert float(taken["seq_mean_token_mean"][name].flatten()[int(index)]) == pytest.approx(value, rel=1e-8, abs=1e-12)
+        assert float(taken["seq_mean_token_mean"][name].flatten()[int(index)]) == pytest.approx(
+            value, rel=1e-8, abs=1e-12
+        )
 
 
 def learner_logprobs(model: nn.Module, batch: Batch) -> Tensor:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from vcpo import core
 
+FEW = settings(max_examples=30)  # for tests that are already repeated over a table of functions
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4, 0.0]
 
 
@@ -53,7 +54,8 @@ def clean_and_poisoned(draw: st.DrawFn) -> tuple[Tables, Tables]:
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     mask = torch.tensor(draw(st.lists(st.lists(st.booleans(), min_size=s, max_size=s), min_size=n, max_size=n)))
     tables = {
-        name: -torch.rand(n, s, generator=g, dtype=torch.float64) for name in ("learner", "sampler", "proximal", "reference")
+        name: -torch.rand(n, s, generator=g, dtype=torch.float64)
+        for name in ("learner", "sampler", "proximal", "reference")
     }
     clean = Tables(mask=mask, advantages=torch.randn(n, s, generator=g, dtype=torch.float64), **tables)
     names = ("learner", "sampler", "proximal", "reference", "advantages")
@@ -78,6 +80,7 @@ def test_log_ratios_log_weights_and_ess(tables):
 
 
 @pytest.mark.parametrize("name", core.weight_treatments)
+@FEW
 @given(tables=clean_and_poisoned())
 def test_weight_treatments(name, tables):
     clean, bad = (core.weight_treatments[name](*t.pair) for t in tables)
@@ -86,6 +89,7 @@ def test_weight_treatments(name, tables):
 
 @pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
 @pytest.mark.parametrize("measure", ["ratio", "k2", "k3"])
+@FEW
 @given(tables=clean_and_poisoned())
 def test_rejection_and_batch_normalisation(level, measure, tables):
     bounds = {"low": 0.8, "high": 1.4} if measure == "ratio" else {"high": 0.1}
@@ -96,6 +100,7 @@ def test_rejection_and_batch_normalisation(level, measure, tables):
 
 
 @pytest.mark.parametrize("name", core.divergences)
+@FEW
 @given(tables=clean_and_poisoned())
 def test_divergences(name, tables):
     results = []
@@ -113,6 +118,7 @@ def test_divergences(name, tables):
 @pytest.mark.parametrize("with_advantage_per", ["token", "trajectory"])
 @pytest.mark.parametrize("aggregation", core.aggregations)
 @pytest.mark.parametrize("name", core.policy_losses)
+@FEW
 @given(tables=clean_and_poisoned(), with_proximal=st.booleans(), treatment=st.sampled_from([*core.weight_treatments]))
 def test_losses_and_aggregations(name, aggregation, with_advantage_per, tables, with_proximal, treatment):
     loss_function = core.policy_losses[name]
@@ -144,6 +150,7 @@ def test_losses_and_aggregations(name, aggregation, with_advantage_per, tables, 
 
 
 @pytest.mark.parametrize("name", core.baselines)
+@FEW
 @given(tables=clean_and_poisoned())
 def test_baselines(name, tables):
     results = []

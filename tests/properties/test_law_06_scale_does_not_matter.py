@@ -18,13 +18,16 @@ offsets = st.floats(-600, 600)
 @st.composite
 def log_weights(draw: st.DrawFn, elements: st.SearchStrategy[float] | None = None) -> Tensor:
     """A spread that an optimizer batch may have, with weights of 0 and quarantined ones among them."""
-    numbers = elements or st.floats(-30, 30) | st.sampled_from([-math.inf, math.nan, math.inf])
-    return torch.tensor(draw(st.lists(numbers, min_size=1, max_size=24)), dtype=torch.float64)
+    if elements is None:
+        elements = st.floats(-30, 30) | st.sampled_from([-math.inf, math.nan, math.inf])
+    return torch.tensor(draw(st.lists(elements, min_size=1, max_size=24)), dtype=torch.float64)
 
 
 @given(log_weights(), offsets)
 def test_ess_and_step(lw, offset):
-    torch.testing.assert_close(core.effective_sample_size(lw + offset), core.effective_sample_size(lw), rtol=1e-11, atol=0)
+    torch.testing.assert_close(
+        core.effective_sample_size(lw + offset), core.effective_sample_size(lw), rtol=1e-11, atol=0
+    )
     torch.testing.assert_close(core.ess_ratio(lw + offset), core.ess_ratio(lw), rtol=1e-11, atol=0)
     scale = core.lr_scale(core.ess_ratio(lw), reference=0.55)
     assert core.lr_scale(core.ess_ratio(lw + offset), reference=0.55) == pytest.approx(scale, rel=1e-11)

@@ -97,10 +97,10 @@ def test_a_waiting_rollout_thread_is_woken_by_publication():
     assert buffer.wait_admissible(timeout_s=30) == 3
 
 
-@pytest.mark.parametrize("end", ["close", "end_of_prompts", "fail"])
+@pytest.mark.parametrize("end", ["close", "fail"])
 def test_a_waiting_rollout_thread_is_woken_by_the_end(end):
     buffer = RolloutBuffer(3, 0)
-    act = {"close": buffer.close, "end_of_prompts": buffer.end_of_prompts, "fail": lambda: buffer.fail(KeyError("x"))}
+    act = {"close": buffer.close, "fail": lambda: buffer.fail(KeyError("x"))}
     threading.Timer(0.05, act[end]).start()
     began = time.monotonic()
     assert buffer.wait_admissible(timeout_s=50) == 0

@@ -33,8 +33,15 @@ def test_the_numbers_of_a_run():
     assert any("3 groups x 5 = 15 trajectories" in line for line in plan.lines())
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3"])
-@pytest.mark.parametrize("more", [{}, {"head_dim": 8}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"head_dim": 8, "tie_word_embeddings": True}),
+        ("mistral", {}),
+        ("qwen3", {"head_dim": 8}),
+    ],
+)
 def test_the_size_of_a_policy_is_the_size_of_the_model(model_type, more):
     import torch
     from transformers import AutoModelForCausalLM
@@ -50,6 +57,7 @@ def test_the_size_of_a_policy_is_the_size_of_the_model(model_type, more):
 def test_a_size_that_only_loading_would_tell_is_none():
     assert decoder_parameters({"model_type": "gpt2", "n_embd": 8}, vocabulary=10) is None
     assert decoder_parameters({"model_type": "llama", "hidden_size": 8}, vocabulary=10) is None
+    assert decoder_parameters({**ARCHITECTURE, "model_type": "qwen3"}, vocabulary=10) is None
     assert plan_run(a_config(policy={"path": "some/hub-id"})).parameters is None
 
 

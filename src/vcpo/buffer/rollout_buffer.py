@@ -64,7 +64,7 @@ class RolloutBuffer:
     def admissible(self) -> int:
         """How many groups may be dispatched now."""
         with self._changed:
-            if self._published is None or self._over:
+            if self._published is None or self._prompts_ended or self._over:
                 return 0
             outstanding, taken = self._ledger.outstanding, self._ledger.count("taken")
             room = self.rule.limit(training=taken > 0) - outstanding
@@ -96,8 +96,11 @@ class RolloutBuffer:
         """
         self._restamp(group_id, policy_version, started=True)
 
-    def redispatched(self, group_id: int, policy_version: int) -> None:
-        """A group lost with its sampler starts afresh, with this version or a newer one: still the same group."""
+    def redispatched(self, group_id: int, policy_version: int | None = None) -> None:
+        """A group lost with its sampler starts afresh, with this version or a newer one: still the same group.
+
+        None: not known yet; it counts at its old version, the careful choice, until `started` comes again.
+        """
         self._restamp(group_id, policy_version, started=False)
 
     def completed(self, group: TrajectoryGroup) -> bool:
@@ -216,17 +219,17 @@ class RolloutBuffer:
 
     @property
     def _over(self) -> bool:
-        return self._prompts_ended or self._closed or self._failure is not None
+        return self._closed or self._failure is not None
 
     def _moved(self) -> None:
         self._last_move = self._clock()
         self._changed.notify_all()
 
-    def _restamp(self, group_id: int, version: int, *, started: bool) -> None:
+    def _restamp(self, group_id: int, version: int | None, *, started: bool) -> None:
         with self._changed:
             entry = self._ledger.in_flight(group_id)
             if entry is not None:
-                entry.version, entry.started = version, started
+                entry.version, entry.started = entry.version if version is None else version, started
                 self._moved()
 
     def _missing(self, version: int) -> Missing | None:

@@ -10,34 +10,42 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
+from vcpo.metrics.jsonl import finite
+from vcpo.run_summary import clock_time
+
 if TYPE_CHECKING:
+    from vcpo.pipeline import Evaluation
     from vcpo.run_plan import RunPlan
-    from vcpo.training import RunSummary
+    from vcpo.run_summary import RunSummary
 
 Row = Mapping[str, Any]
 
 
 class Console(Protocol):
-    """The progress of one training run; `vcpo.training.train` calls it."""
+    """vcpo.training.Progress, and what comes before and after."""
 
     def plan(self, plan: RunPlan) -> None:
         """What is going to run."""
         ...
 
     def warm_start(self, step: int, steps: int, loss: float | None) -> None:
-        """A supervised step is done; a loss of None means that the whole warm start came from the cache."""
+        """See Progress."""
         ...
 
-    def evaluated(self, step: int, reward: float, prompts: int) -> None:
-        """Mean reward on the held-out prompts after `step` optimizer steps; 0: before training."""
+    def evaluated(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+        """See Progress."""
+        ...
+
+    def training(self) -> None:
+        """See Progress."""
         ...
 
     def step(self, row: Row) -> None:
-        """One optimizer step, as it stands in metrics.jsonl."""
+        """See Progress."""
         ...
 
     def note(self, text: str) -> None:
-        """Something a person should know: a warning, a restart."""
+        """Something a person should know, such as a warning."""
         ...
 
     def summary(self, summary: RunSummary) -> None:
@@ -65,10 +73,14 @@ class TextConsole:
         elif self._due(step in (1, steps)):
             typer.echo(f"warm start  {step}/{steps}  loss {loss:.3f} nat/token")
 
-    def evaluated(self, step: int, reward: float, prompts: int) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation, seconds: float) -> None:
         when = "before training" if step == 0 else f"after {step} steps"
-        typer.echo(f"held-out reward {when}: {reward:.3f} ({prompts} prompts)")
-        self._speed.pause()
+        reward = _number(evaluation.reward_mean, ".3f")
+        typer.echo(f"held-out    reward {reward} {when} ({evaluation.n} prompts)")
+        self._speed.leave_out(seconds)
+
+    def training(self) -> None:
+        self._speed.begin()
 
     def step(self, row: Row) -> None:
         self._speed.add(row.get("n_tokens") or 0)
@@ -100,8 +112,12 @@ class JsonConsole:
         if loss is None or step in (1, steps) or step % 100 == 0:
             self._print("warm_start", {"step": step, "steps": steps, "loss": loss})
 
-    def evaluated(self, step: int, reward: float, prompts: int) -> None:
-        self._print("evaluation", {"step": step, "eval_reward": reward, "prompts": prompts})
+    def evaluated(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+        fields = {"eval_reward": evaluation.reward_mean, "standard_error": evaluation.standard_error}
+        self._print("evaluation", {"step": step, **fields, "prompts": evaluation.n, "seconds": seconds})
+
+    def training(self) -> None:
+        pass
 
     def step(self, row: Row) -> None:
         self._print("step", row)
@@ -113,7 +129,7 @@ class JsonConsole:
         self._print("summary", summary.to_dict())
 
     def _print(self, event: str, fields: Row) -> None:
-        typer.echo(json.dumps(_json_safe({"event": event, **fields})))
+        typer.echo(json.dumps(finite({"event": event, **fields})))
 
 
 class _Speed:
@@ -124,9 +140,13 @@ class _Speed:
         self._since = clock()
         self._busy_s, self._tokens, self._steps = 0.0, 0, 0
 
-    def pause(self) -> None:
-        """What follows begins now."""
+    def begin(self) -> None:
+        """The first step begins now."""
         self._since = self._clock()
+
+    def leave_out(self, seconds: float) -> None:
+        """So long something else was done."""
+        self._since += seconds
 
     def add(self, tokens: int) -> None:
         """A step with this many tokens has ended."""
@@ -176,21 +196,3 @@ def _short_exponent(value: Any) -> str:
 def short_count(value: float) -> str:
     """1234 -> 1.2k."""
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
-
-
-def clock_time(seconds: float) -> str:
-    """Seconds as 0:41, 12:05 or 1:02:03."""
-    total = round(seconds)
-    hours, rest = divmod(total, 3600)
-    minutes, secs = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def _json_safe(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(k): _json_safe(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_safe(v) for v in value]
-    return value

@@ -37,6 +37,8 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
             f"rollout.sampler_logprobs = false with max_policy_lag = {config.lag_bound}: old trajectories cannot be "
             "weighted without the log-probs recorded at sampling time; set it to true, or the lag to 0"
         )
+    if rollout.partial_rollouts:
+        yield "rollout.partial_rollouts = true is not available yet: a group given up at the bound is dropped and counted"
     if rollout.num_generations < 2 and config.variance_control.baseline_scope == "group":
         yield (
             f"rollout.num_generations = {rollout.num_generations}: the baseline of a group compares its trajectories, "

@@ -57,7 +57,7 @@ class WarmStartConfig(Section):
     noise: Probability = 0.0
     """Chance that a part of a demonstration is replaced at random: how much is left for RL to learn."""
     seed: CountOrZero = 0
-    """Seed of the demonstrations; apart from the run's, so that runs of several seeds share one warm start."""
+    """Seed of demonstrations and fresh weights; not the run's, so that runs of several seeds share one warm start."""
     cache_dir: str = ".vcpo-cache"
     """Folder in which finished warm starts are kept."""
 
@@ -92,13 +92,13 @@ class RolloutConfig(Section):
     short_groups: Literal["train", "refill"] = "train"
     """A group that lost a trajectory: trained with what is left, or sampled again."""
     partial_rollouts: bool = False
-    """Whether an aborted group keeps its tokens when it is dispatched again; false: it starts from the prompt."""
+    """Whether a group given up at the bound keeps its tokens and goes on later. Not available yet."""
     reward_timeout_s: Positive = 30.0
     """Seconds that the reward function may take for one group."""
     on_reward_error: Literal["stop", "unscorable"] = "stop"
     """A reward function that raises or hangs: end the run, or count the group as unscorable and go on."""
     sampler_logprobs: bool = True
-    """Whether samplers record the log-prob of each token. Needed whenever the lag can be above 0."""
+    """Use the log-probs that samplers recorded; false: the learner's own in their place, which is right at lag 0 only."""
 
 
 class LearnerConfig(Section):
@@ -186,7 +186,7 @@ class RunConfig(Section):
     """One run. `broken_rules` below lists what must go together."""
 
     seed: CountOrZero = 0
-    """Seed of prompts, sampling and fresh weights."""
+    """Seed of prompts and sampling, and of fresh weights where there is no warm start."""
     run_dir: str = "runs/run"
     """Folder of the run's files; a recipe that sets none gets runs/NAME after its file name."""
     mode: Literal["async", "sync", "replay"] = "async"

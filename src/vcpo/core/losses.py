@@ -135,7 +135,7 @@ def ppo_clip(
     """
     mask = check_rows(action_mask, learner_logprobs=learner_logprobs, sampler_logprobs=sampler_logprobs)
     _check_clipping(clip_low, clip_high, dual_clip, max_log_ratio)
-    old = sampler_logprobs if proximal_logprobs is None else proximal_logprobs
+    old = (sampler_logprobs if proximal_logprobs is None else proximal_logprobs).detach()
     if proximal_logprobs is None and weight_treatment != "none":
         raise ValueError(f"weight_treatment {weight_treatment!r} needs proximal_logprobs: the ratio is to the sampler")
     # Also with "none": it is 0 for rows that are quarantined between these two.

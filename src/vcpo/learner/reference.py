@@ -80,10 +80,12 @@ class Reference:
             "count": pool.count,
             "seen": pool.seen,
             "batch_size": self._batch_size,
+            "warned": self._warned,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch_size = state["batch_size"]
+        self._warned = state["warned"]
         self._pool = _Pool(state["log_m1"], state["log_m2"], state["count"], state["seen"])
 
 

@@ -308,7 +308,7 @@ class VarianceControl:
         scale = core.lr_scale(ratio, reference=reference, rule=self.scaling_rule) if self.step_control == "ess" else 1.0
         grad_norm = global_norm(self._parameters)
         bound = self._clip.bound()
-        skipped = _why_skip(ratio, grad_norm)
+        skipped = _why_skip(open_batch.known.tokens, ratio, grad_norm)
         clipped = False
         if skipped is None:
             self._clip.observe(grad_norm)
@@ -458,7 +458,9 @@ class VarianceControl:
             )
 
 
-def _why_skip(ess_ratio: float, grad_norm: float) -> str | None:
+def _why_skip(tokens: int, ess_ratio: float, grad_norm: float) -> str | None:
+    if tokens == 0:
+        return "the batch has no action token"
     if not ess_ratio > 0:
         return "ess_ratio is 0: no trajectory carries weight"
     if not grad_norm < float("inf"):

@@ -37,7 +37,7 @@ class JsonlWriter:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
         nonfinite = {k: repr(float(v)) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-        clean = {k: _finite(v) for k, v in row.items()}
+        clean = {k: finite(v) for k, v in row.items()}
         if nonfinite:
             clean["nonfinite"] = nonfinite
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
@@ -69,12 +69,12 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with every non-finite number inside it replaced by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value

@@ -72,7 +72,61 @@ _STEP_SIZE = (
     Metric("learner_s", "s", "time of the update: forward, backward, step", "bad"),
 )
 
-_ALL = (*_STEP, *_REWARD, *_COUNTS, *_ESS, *_WEIGHTS, *_GRADIENT, *_STEP_SIZE)
+_ROLLOUT = (
+    Metric(
+        "reward_current", "reward", "mean of the batch sampled just before the update: the current policy's", "good"
+    ),
+    Metric(
+        "eval_reward", "reward", "mean on the held-out prompts with the policy after this step; step 0: before", "good"
+    ),
+    Metric("completion_length_mean", "token", "mean number of action tokens of a trajectory"),
+)
+_LAG = (
+    Metric("policy_lag_median", "version", "median over the trajectories: learner's version minus the oldest token's"),
+    Metric("policy_lag_max", "version", "largest of the batch; never above max_policy_lag", "bad"),
+    Metric("policy_lag_histogram", "count", "lag -> trajectories"),
+    Metric(
+        "policy_lag_in_flight_mean", "version", "mean part of the lag that arose while the group was sampled", "bad"
+    ),
+    Metric("policy_lag_in_flight_histogram", "count", "that part -> trajectories"),
+    Metric("policy_lag_in_queue_mean", "version", "mean part of the lag that arose while the group was waiting", "bad"),
+    Metric("policy_lag_in_queue_histogram", "count", "that part -> trajectories"),
+)
+_TIME = (
+    Metric("wall_s", "s", "since the first dispatch"),
+    Metric("rollout_s", "s", "time since the last step in which samplers had work in flight"),
+    Metric("score_s", "s", "time since the last step in the reward function"),
+    Metric("batch_wait_s", "s", "the learner waited because too few groups were ready", "bad"),
+    Metric("bound_wait_s", "s", "the learner waited for slow groups that the lag bound forbids to leave behind", "bad"),
+    Metric("publish_s", "s", "handing the new weights to the samplers", "bad"),
+    Metric("tokens", "token", "action tokens trained since the run began"),
+    Metric("tokens_per_s", "token/s", "action tokens trained per second since the last step", "good"),
+)
+_GROUPS = (
+    Metric("groups_dispatched", "count", "groups given to the samplers since the run began"),
+    Metric("groups_trained", "count", "groups trained since the run began"),
+    Metric("groups_dropped", "count", "groups given up since the run began", "bad"),
+    Metric("groups_dropped_by_reason", "count", "reason -> groups given up"),
+    Metric("groups_queued", "count", "groups that wait for the learner now"),
+    Metric("groups_in_flight", "count", "groups at the samplers now"),
+    Metric("sampler_restarts", "count", "samplers that died or went silent and were started again", "bad"),
+)
+_FILE = (Metric("nonfinite", "text", "metric -> nan, inf or -inf, where the row holds null for one of these"),)
+
+_ALL = (
+    *_STEP,
+    *_REWARD,
+    *_COUNTS,
+    *_ESS,
+    *_WEIGHTS,
+    *_GRADIENT,
+    *_STEP_SIZE,
+    *_ROLLOUT,
+    *_LAG,
+    *_TIME,
+    *_GROUPS,
+    *_FILE,
+)
 
 METRICS: dict[str, Metric] = {m.name: m for m in _ALL}
 """Every key that may stand in a row of `metrics.jsonl`."""

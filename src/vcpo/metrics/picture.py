@@ -114,7 +114,10 @@ def _reward(ax: Axes, rows: Rows) -> None:
     x, y = _series(rows, "reward_mean")
     if x:
         ax.plot(x, y, color=BLUE, alpha=0.35, linewidth=1.2, label="training batch")
-        ax.plot(x, _running_mean(y), color=BLUE, linewidth=2.2, label="training batch, mean of 5 steps")
+        smooth, whose = (x, y), "training batch"
+        if any("reward_current" in r for r in rows):  # with lag, the batch trained says what an older policy could do
+            smooth, whose = _series(rows, "reward_current"), "current policy"
+        ax.plot(smooth[0], _running_mean(smooth[1]), color=BLUE, linewidth=2.2, label=f"{whose}, mean of 5 steps")
     marks = [(a, b) for a, b in zip(*_series(rows, "eval_reward"), strict=True) if not math.isnan(b)]
     if marks:
         mx, my = [a for a, _ in marks], [b for _, b in marks]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import select
+import selectors
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
@@ -59,7 +61,7 @@ class JsonChannel:
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._unsent and (left := deadline - time.monotonic()) > 0:
-            select.select([], [self._sock], [], left)
+            wait_for([self], left, read=False)
             self.flush()
 
     def receive(self) -> list[dict[str, Any]]:
@@ -76,7 +78,7 @@ class JsonChannel:
 
     def wait(self, timeout_s: float) -> None:
         """Return when something arrived or can be passed on, or after `timeout_s` seconds."""
-        select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
+        wait_for([self], timeout_s)
 
     def close(self) -> None:
         """Close this end; the other side sees the end of the stream."""
@@ -94,3 +96,14 @@ class JsonChannel:
             at = end
         del self._unread[:at]
         return messages
+
+
+def wait_for(channels: Sequence[JsonChannel], timeout_s: float, *, read: bool = True) -> None:
+    """Return when something arrived on one of the channels (if `read`) or can be passed on, or after `timeout_s`."""
+    # Not select.select, which refuses file numbers from 1024 on.
+    with selectors.DefaultSelector() as selector:
+        for channel in channels:
+            events = (selectors.EVENT_READ if read else 0) | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+            with contextlib.suppress(ValueError, KeyError, OSError):  # closed by another thread meanwhile
+                selector.register(channel, events)
+        selector.select(max(0.0, timeout_s))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from vcpo import policy
 from vcpo.errors import ConfigError, RolloutError
 from vcpo.rollout.engine import SamplingEngine
 from vcpo.rollout.requests import GroupRequest, GroupResult
@@ -13,18 +14,14 @@ from vcpo.types import Prompt, Trajectory, TrajectoryGroup
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, max_prompt_tokens: int) -> tuple[int, ...]:
-    """The prompt's token ids, special tokens as the tokenizer adds them before a text (BOS yes, EOS no).
+    """The prompt's token ids, special tokens as the tokenizer adds them to a text.
 
-    Raises ConfigError for a prompt longer than `max_prompt_tokens`, and for one without tokens.
+    Raises ConfigError, naming the prompt, for one that is empty, longer than `max_prompt_tokens`, or not encodable.
     """
-    ids = list(tokenizer(prompt.text, verbose=False)["input_ids"])
-    # Some tokenizers end every text with EOS; the model would then start after the end of the text.
-    if ids and ids[-1] == tokenizer.eos_token_id and not prompt.text.endswith(str(tokenizer.eos_token)):
-        ids.pop()
-    if not ids:
-        raise ConfigError(
-            f"prompt {prompt.prompt_id!r} has no tokens: its text is {prompt.text!r}, one token is needed"
-        )
+    try:
+        ids = policy.encode_prompt(tokenizer, prompt.text)
+    except ConfigError as error:
+        raise ConfigError(f"prompt {prompt.prompt_id!r}: {error}") from None
     if len(ids) > max_prompt_tokens:
         raise ConfigError(
             f"prompt {prompt.prompt_id!r} has {len(ids)} tokens, more than max_prompt_tokens={max_prompt_tokens}:"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -43,9 +42,16 @@ class RowLayer(DynamicLayer):
         """Move the columns in use to the front of a larger buffer; returns where the new ones go."""
         used = self.get_seq_length()
         self._end = used + key_states.shape[-2]
-        self._key_buffer = _roomier(self.keys if used else None, key_states, self._end)
-        self._value_buffer = _roomier(self.values if used else None, value_states, self._end)
+        keys, values = self.held() if used else (None, None)
+        self._key_buffer = _roomier(keys, key_states, self._end)
+        self._value_buffer = _roomier(values, value_states, self._end)
         return used
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all columns; the layer must have some."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
         """Hold these columns instead."""
@@ -56,7 +62,8 @@ class RowLayer(DynamicLayer):
 
     def drop_left(self, columns: int) -> None:
         """Forget the leftmost columns; nothing is copied."""
-        self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]
+        keys, values = self.held()
+        self.keys, self.values = keys[:, :, columns:], values[:, :, columns:]
 
 
 class RowCache(Cache):
@@ -78,7 +85,8 @@ class RowCache(Cache):
     def select(self, index: Tensor) -> None:
         """Hold rows `index` ([m] int64) instead: fewer, reordered, or repeated ones."""
         for layer in self.rows:
-            layer.replace(layer.keys.index_select(0, index), layer.values.index_select(0, index))
+            keys, values = layer.held()
+            layer.replace(keys.index_select(0, index), values.index_select(0, index))
 
     def drop_left(self, columns: int) -> None:
         """Forget the leftmost columns of every row."""
@@ -88,12 +96,10 @@ class RowCache(Cache):
 
     def append_rows(self, other: RowCache) -> None:
         """Add the rows of `other` below these; the shorter of the two gets zero columns on its left."""
-        mine, theirs = self.columns, other.columns
+        columns = max(self.columns, other.columns)
         for layer, more in zip(self.rows, other.rows, strict=True):
-            layer.replace(
-                _stacked(layer.keys, more.keys, max(mine, theirs)),
-                _stacked(layer.values, more.values, max(mine, theirs)),
-            )
+            pairs = zip(layer.held(), more.held(), strict=True)
+            layer.replace(*(_stacked(top, bottom, columns) for top, bottom in pairs))
 
 
 def _roomier(old: Tensor | None, new: Tensor, columns: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import select
+import contextlib
 import subprocess
 import threading
 import time
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vcpo.errors import ConfigError, RolloutError
+from vcpo.rollout.channel import wait_for
 from vcpo.rollout.pool import GroupAborted, GroupCompleted, GroupStarted, SamplerEvent, SamplerRestarted
 from vcpo.rollout.requests import GroupRequest, GroupResult, SamplingParams
 from vcpo.rollout.sampler_child import SamplerChild
@@ -66,10 +67,14 @@ class ProcessSamplerPool:
         }
         environment = _environment(threads_per_sampler)
         self._children: list[SamplerChild] = []
-        for index in range(num_samplers):
-            self._children.append(
-                SamplerChild(index, init, module=child_module, environment=environment, log_dir=Path(log_dir))
-            )
+        try:
+            for index in range(num_samplers):
+                self._children.append(
+                    SamplerChild(index, init, module=child_module, environment=environment, log_dir=Path(log_dir))
+                )
+        except BaseException:
+            self.close(timeout_s=0.0)
+            raise
 
     @property
     def num_outstanding(self) -> int:
@@ -89,6 +94,7 @@ class ProcessSamplerPool:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
+                self._require_open()
                 self._pump()
                 self._raise_failure()
                 slow = [c for c in self._children if not c.ready]
@@ -158,10 +164,8 @@ class ProcessSamplerPool:
                 child.channel.close()
             deadline = time.monotonic() + timeout_s
             for child in self._children:
-                try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    pass
                 child.end()
 
     def __enter__(self) -> ProcessSamplerPool:
@@ -173,11 +177,7 @@ class ProcessSamplerPool:
     def _wait(self, timeout_s: float) -> None:
         with self._lock:
             channels = [c.channel for c in self._children if not c.channel.closed]
-            unsent = [channel for channel in channels if channel.has_unsent]
-        try:
-            select.select(channels, unsent, [], max(0.0, min(timeout_s, _SLICE_S)))
-        except (OSError, ValueError):
-            pass  # closed by another thread meanwhile: the next look at `_closed` says so
+        wait_for(channels, min(timeout_s, _SLICE_S))
 
     def _pump(self) -> None:
         """Read what the samplers said, replace those that are gone."""

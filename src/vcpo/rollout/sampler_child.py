@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -56,7 +57,8 @@ class SamplerChild:
         try:
             self._log_start = os.fstat(log).st_size
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())],
+                # -P: files in the working directory must not be taken for modules.
+                [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -68,7 +70,7 @@ class SamplerChild:
             os.close(log)
             theirs.close()
         self.channel = JsonChannel(ours)
-        self.ready = False
+        self.ready = self._exited = False
         self.traceback = None
         self._quiet_since = self._started_at = self._clock()
         self.send({"type": "init", "parent_pid": os.getpid(), **self._init})
@@ -90,10 +92,9 @@ class SamplerChild:
     def receive(self) -> list[dict[str, Any]]:
         """The messages that arrived; passes on what is unsent."""
         if self.channel.has_unsent and not self.channel.closed:
-            try:
+            with contextlib.suppress(ChannelClosed):  # what it sent before it died is still to be read
                 self.channel.flush()
-            except ChannelClosed:
-                pass  # what it sent before it died is still to be read
+        self._exited = self.process.poll() is not None  # asked first: then everything it sent is read below
         messages = self.channel.receive()
         if messages:
             self._quiet_since = self._clock()
@@ -101,7 +102,7 @@ class SamplerChild:
 
     def cause_of_death(self, *, silence_timeout_s: float, startup_timeout_s: float) -> str | None:
         """Why this process must be replaced, None while it is well. To be asked after `receive`."""
-        if self.channel.closed:
+        if self.channel.closed or self._exited:
             try:
                 code = self.process.wait(timeout=2.0)
             except subprocess.TimeoutExpired:
@@ -120,7 +121,8 @@ class SamplerChild:
         self.channel.close()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: not ours to wait for
+            self.process.wait(timeout=10.0)
 
     def last_words(self) -> str:
         """Its own traceback, else the end of what it wrote to stderr since its last start."""

@@ -102,7 +102,12 @@ def _load(init: Mapping[str, Any]) -> tuple[EmbeddedEngine, WeightReader]:
     torch.set_num_threads(init["threads"])
     torch.manual_seed(init["seed"])
     model = AutoModelForCausalLM.from_pretrained(
-        init["model_dir"], dtype="auto", attn_implementation="sdpa", local_files_only=True, trust_remote_code=False
+        init["model_dir"],
+        dtype="auto",
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,  # other formats are unpickled
     )
     params = SamplingParams.from_json(init["params"])
     pad_token_id = model.config.get_text_config(decoder=True).pad_token_id or 0  # any id: padding is masked

@@ -17,7 +17,9 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, *, temperature: float) -> tu
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
-    logprobs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+    if temperature != 1.0:  # the largest is taken off first: finite logits cannot overflow at a small temperature
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     # The last entry is 1 up to rounding; scaling by it, and uniforms of 52 bits, make u < total strictly: a token of
     # probability 0 at the end of the vocabulary can never be chosen.

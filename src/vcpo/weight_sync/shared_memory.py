@@ -56,7 +56,10 @@ class SharedMemoryPublisher:
         self._slots = [self._layout.views(whole, start + slot * self._layout.nbytes) for slot in (0, 1)]
 
     def publish(self, named: Mapping[str, Tensor], policy_version: int) -> None:
-        """Copy `named` into the idle slot and make it the active one. Raises WeightSyncError for another layout or an old version."""
+        """Copy `named` into the idle slot and make it the active one.
+
+        Raises WeightSyncError for another layout or a version that is not newer.
+        """
         if not self._slots:
             raise WeightSyncError(f"cannot publish version {policy_version}: the publisher is closed")
         if policy_version <= self._words[_NEWEST]:
@@ -107,7 +110,8 @@ class SharedMemoryReader:
         found = bytes(self._bytes[_FINGERPRINT]).decode()
         if not found == self._layout.fingerprint == address["fingerprint"]:
             raise WeightSyncError(
-                f"the weights at {path} belong to another model: fingerprint {found[:12]}, expected {str(address['fingerprint'])[:12]}"
+                f"the weights at {path} belong to another model:"
+                f" fingerprint {found[:12]}, expected {str(address['fingerprint'])[:12]}"
             )
 
     def newest(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Baselines, scales and advantages: hand-computed values, the exceptions, and what may not matter."""
+"""Baselines: hand-computed values, the exceptions, and what may not matter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vcpo.core.advantages import advantages, group_scale, whiten, zero_variance
+from vcpo.core.advantages import advantages, group_scale, zero_variance
 from vcpo.core.baselines import (
     baselines,
     batch_mean,
@@ -22,7 +22,6 @@ from vcpo.core.baselines import (
     second_best,
     weighted_baseline,
 )
-from vcpo.core.token_baseline import optimal_token_baseline
 
 NAN, INF = math.nan, math.inf
 ONES = torch.ones(4, dtype=torch.float64)
@@ -77,7 +76,9 @@ def test_each_weights_mode_by_hand() -> None:
     torch.testing.assert_close(optimal_baseline(rewards, lw, s, g, weights="estimator", cap=2.0), share(4))
     torch.testing.assert_close(optimal_baseline(rewards, lw, s, g, weights="reference", cap=2.0), share(64))
     torch.testing.assert_close(optimal_baseline(rewards, lw, s, g, lengths=lengths), share(4))
-    torch.testing.assert_close(optimal_baseline(rewards, lw, s, g, weights="estimator", cap=2.0, lengths=lengths), share(1))
+    torch.testing.assert_close(
+        optimal_baseline(rewards, lw, s, g, weights="estimator", cap=2.0, lengths=lengths), share(1)
+    )
 
 
 @pytest.mark.parametrize("mode", ["estimator", "reference"])
@@ -98,7 +99,9 @@ def test_unknown_weights_lists_the_known() -> None:
     ("log_weight", "norm", "length"),
     [(NAN, 1, 1), (INF, 1, 1), (-INF, 1, 1), (0, 0, 1), (0, NAN, 1), (0, INF, 1), (0, -1, 1), (0, 1, 0)],
 )
-def test_a_row_that_carries_nothing_leaves_the_baseline_to_the_others(log_weight: float, norm: float, length: int) -> None:
+def test_a_row_that_carries_nothing_leaves_the_baseline_to_the_others(
+    log_weight: float, norm: float, length: int
+) -> None:
     rewards, g = f64(1, 0, 100), ids(0, 0, 0)
     log_v = log_baseline_weights(f64(0, 0, log_weight), f64(1, 3, norm), lengths=ids(1, 1, length))
     assert log_v[2] == -INF
@@ -284,105 +287,3 @@ class TestTable:
     def test_a_parameter_nobody_reads_is_refused(self) -> None:
         with pytest.raises(TypeError, match="cap"):
             baselines["group_mean"](f64(1, 0), ids(0, 0), cap=8.0)
-
-
-class TestScale:
-    def test_population_std_of_the_group(self) -> None:
-        torch.testing.assert_close(group_scale(REWARDS, GROUPS), f64(*[(2 / 3) ** 0.5, 2.5, (2 / 3) ** 0.5, 2.5, (2 / 3) ** 0.5]))
-
-    def test_sample_std_and_epsilon_are_options(self) -> None:
-        scale = group_scale(REWARDS, GROUPS, std_eps=0.25, ddof=1)
-        torch.testing.assert_close(scale, f64(1.25, 2.5 * 2**0.5 + 0.25, 1.25, 2.5 * 2**0.5 + 0.25, 1.25))
-
-    def test_batch_and_none(self) -> None:
-        torch.testing.assert_close(
-            group_scale(REWARDS, GROUPS, scale_rewards="batch"), torch.full((5,), REWARDS.std(correction=0).item()).double()
-        )
-        assert group_scale(REWARDS, GROUPS, scale_rewards="none").tolist() == [1] * 5
-
-    def test_mean_gives_no_step_where_the_mean_is_not_positive(self) -> None:
-        rewards, groups = f64(1, 0, 0, 0, -1, -3), ids(0, 0, 0, 0, 1, 1)
-        scale = group_scale(rewards, groups, scale_rewards="mean")
-        assert scale.tolist() == [0.25] * 4 + [INF] * 2
-        assert advantages(rewards, group_mean(rewards, groups), scale).tolist() == [3, -1, -1, -1, 0, 0]
-
-    def test_unscorable_rows_are_out_and_have_scale_1(self) -> None:
-        scale = group_scale(f64(1, NAN, 3, -INF), ids(0, 0, 0, 0))
-        assert scale.tolist() == [1, 1, 1, 1]
-        assert group_scale(f64(1, NAN, 5, -INF), ids(0, 0, 0, 0)).tolist() == [2, 1, 2, 1]
-
-    @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e16 + 2])
-    @pytest.mark.parametrize("mode", ["group", "batch", "mean"])
-    def test_equal_rewards_are_not_divided_by_rounding_noise(self, value: float, mode: str) -> None:
-        rewards = torch.full((7,), value, dtype=torch.float64)
-        assert group_scale(rewards, ids(*[0] * 7), scale_rewards=mode).tolist() == [1] * 7
-
-    def test_wrong_options_are_named(self) -> None:
-        with pytest.raises(ValueError, match="unknown scale_rewards 'std': use one of group, batch, mean, none"):
-            group_scale(REWARDS, GROUPS, scale_rewards="std")
-        with pytest.raises(ValueError, match="std_eps must be a finite number >= 0, got -1"):
-            group_scale(REWARDS, GROUPS, std_eps=-1)
-        with pytest.raises(ValueError, match="ddof must be 0 .* or 1"):
-            group_scale(REWARDS, GROUPS, ddof=2)
-
-
-class TestAdvantages:
-    def test_centred_and_scaled(self) -> None:
-        assert advantages(f64(3, 0), f64(1, 1), f64(2, 4)).tolist() == [1, -0.25]
-
-    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-    def test_a_bad_number_anywhere_gives_no_step(self, bad: float) -> None:
-        assert advantages(f64(bad, 1), f64(0, 0), f64(1, 1)).tolist() == [0, 1]
-        assert advantages(f64(5, 1), f64(bad, 0), f64(1, 1)).tolist() == [0, 1]
-        assert advantages(f64(5, 1), f64(0, 0), f64(bad, 1)).tolist() == [0, 1]
-
-    def test_scale_0_gives_no_step(self) -> None:
-        assert advantages(f64(5, 5), f64(0, 5), f64(0, 0)).tolist() == [0, 0]
-
-    def test_zero_variance_names_groups_that_cannot_teach(self) -> None:
-        rewards = f64(1, 1, 0.5, 0, 1, NAN, NAN, NAN)
-        groups = ids(0, 0, 1, 2, 2, 1, 3, 0)
-        assert zero_variance(rewards, groups).tolist() == [True, True, True, False, False, True, True, True]
-
-
-class TestWhiten:
-    def test_mean_0_and_sample_variance_1_over_the_mask(self) -> None:
-        x = torch.arange(12, dtype=torch.float64).view(3, 4)
-        x[0, 3] = NAN
-        mask = torch.ones(3, 4, dtype=torch.bool)
-        mask[0, 3] = mask[2, 0] = False
-        white = whiten(x, mask)
-        assert white[0, 3] == white[2, 0] == 0
-        torch.testing.assert_close(white[mask].mean(), f64(0)[0], rtol=0, atol=1e-14)
-        torch.testing.assert_close(white[mask].var(), f64(1)[0])
-
-    def test_nothing_to_compare_gives_0(self) -> None:
-        assert not whiten(torch.full((2, 2), 0.1), torch.ones(2, 2)).any()
-        assert not whiten(f64(4, 5), torch.tensor([True, False])).any()
-        assert not whiten(f64(4, 5), torch.zeros(2)).any()
-
-
-class TestTokenBaseline:
-    def test_by_hand(self) -> None:
-        returns = f64(1, 1, 0, 0).view(2, 2)
-        b = optimal_token_baseline(returns, f64(1, 2, 3, 3).view(2, 2), torch.ones(2, 2), ids(0, 0))
-        torch.testing.assert_close(b, f64(1 / 4, 1 / 3).expand(2, 2))
-
-    def test_one_step_is_the_optimal_baseline(self) -> None:
-        lw, s = f64(0, 1, -2, 0.5, 300), f64(1, 2, 3, 4, 5)
-        b = optimal_token_baseline(REWARDS[:, None], s.square()[:, None], torch.ones(5, 1), GROUPS, log_weights=lw)
-        torch.testing.assert_close(b[:, 0], optimal_baseline(REWARDS, lw, s, GROUPS), rtol=1e-13, atol=0)
-
-    def test_padding_side_and_masked_values_do_not_matter(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        returns, score_sq = (torch.rand(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-        lw = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-        right = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
-        expected = optimal_token_baseline(returns, score_sq, right, ids(0, 0, 0), log_weights=lw)
-        lengths = right.sum(1).tolist()
-        left = torch.stack([m.roll(4 - k) for m, k in zip(right, lengths, strict=True)])
-        moved = [torch.stack([r.roll(4 - k) for r, k in zip(x, lengths, strict=True)]) for x in (returns, score_sq, lw)]
-        spoiled = [torch.where(left, x, bad) for x, bad in zip(moved, (NAN, INF, NAN), strict=True)]
-        got = optimal_token_baseline(spoiled[0], spoiled[1], left, ids(0, 0, 0), log_weights=spoiled[2])
-        torch.testing.assert_close(got[left], expected[right], rtol=0, atol=0)
-        assert not got[~left].any()

@@ -1,4 +1,4 @@
-"""Policy losses and aggregations: the written formula by autodiff, what may not matter, and the metrics."""
+"""Policy losses: the written formula by autodiff, what may not matter, and the metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vcpo.core.aggregation import aggregate, aggregation_factors, aggregations
+from vcpo.core.aggregation import aggregation_factors, aggregations
 from vcpo.core.losses import policy_losses
 from vcpo.core.weights import trajectory_log_weights, truncated_weights, weight_treatments
 
@@ -17,7 +17,9 @@ NAN, INF = math.nan, math.inf
 AGGREGATIONS = {name: {"length": 10.0} if name.endswith("norm") else {} for name in aggregations}
 
 
-def random_rows(n: int = 4, s: int = 6, *, seed: int = 0, spread: float = 0.3, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def random_rows(
+    n: int = 4, s: int = 6, *, seed: int = 0, spread: float = 0.3, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     """A ragged batch with a hole and advantages of both signs; positional order of the losses' arguments."""
     generator = torch.Generator().manual_seed(seed)
     learner = -torch.rand(n, s, generator=generator, dtype=torch.float64) * 3
@@ -45,63 +47,6 @@ def naive_aggregate(x: Tensor, mask: Tensor, aggregation: str, length: float | N
     return torch.stack([f(r) if len(r) else x.new_zeros(()) for r in rows]).mean()
 
 
-class TestAggregate:
-    @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-    def test_equals_the_plain_average(self, aggregation: str) -> None:
-        rows = random_rows()
-        rows["mask"][3] = False  # an empty row counts in B
-        params = AGGREGATIONS[aggregation]
-        got = aggregate(rows["learner"], rows["mask"], aggregation=aggregation, **params)
-        torch.testing.assert_close(got, naive_aggregate(rows["learner"], rows["mask"], aggregation, **params))
-
-    @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-    @pytest.mark.parametrize("pieces", [1, 2, 4, 8])
-    def test_micro_batches_add_up(self, aggregation: str, pieces: int) -> None:
-        rows = random_rows(8)
-        rows["mask"][5] = False
-        params = AGGREGATIONS[aggregation]
-        whole = aggregate(rows["learner"], rows["mask"], aggregation=aggregation, **params)
-        size = float(rows["mask"].sum()) if aggregation == "token_mean" else 8
-        parts = [
-            aggregate(x, m, aggregation=aggregation, normalizer=size, **params)
-            for x, m in zip(rows["learner"].chunk(pieces), rows["mask"].chunk(pieces), strict=True)
-        ]
-        torch.testing.assert_close(torch.stack(parts).sum(), whole, rtol=1e-13, atol=0)
-
-    def test_factors_are_the_gradient(self) -> None:
-        mask = random_rows()["mask"]
-        for aggregation, params in AGGREGATIONS.items():
-            x = torch.randn(mask.shape, dtype=torch.float64, requires_grad=True)
-            aggregate(x, mask, aggregation=aggregation, **params).backward()
-            factors = aggregation_factors(mask.sum(1), aggregation=aggregation, **params)
-            assert torch.equal(x.grad, torch.where(mask, factors[:, None], 0.0))
-
-    @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-    @pytest.mark.parametrize("normalizer", [None, 0, 3])
-    def test_without_any_token_it_is_0(self, aggregation: str, normalizer: float | None) -> None:
-        x = torch.full((2, 3), NAN, requires_grad=True)
-        loss = aggregate(x, torch.zeros(2, 3), aggregation=aggregation, normalizer=normalizer, **AGGREGATIONS[aggregation])
-        loss.backward()
-        assert loss == 0
-        assert not x.grad.any()
-
-    def test_normalizer_may_be_a_tensor(self) -> None:
-        x, mask = torch.ones(2, 3), torch.ones(2, 3)
-        assert aggregate(x, mask, aggregation="token_mean", normalizer=torch.tensor(12)) == 0.5
-
-    def test_errors_name_what_is_right(self) -> None:
-        x = torch.ones(2, 3)
-        with pytest.raises(ValueError, match="unknown aggregation 'mean': use one of token_mean, seq_mean_token_mean"):
-            aggregate(x, x, aggregation="mean")
-        with pytest.raises(ValueError, match="seq_mean_token_sum_norm needs length, the positive number it divides by"):
-            aggregate(x, x, aggregation="seq_mean_token_sum_norm")
-        for bad in (-1.0, NAN, INF):
-            with pytest.raises(ValueError, match="normalizer must be a count"):
-                aggregate(x, x, aggregation="token_mean", normalizer=bad)
-        with pytest.raises(ValueError, match=r"per_token must have the mask's shape \(2, 4\), got \(2, 3\)"):
-            aggregate(x, torch.ones(2, 4), aggregation="token_mean")
-
-
 class TestReinforce:
     @pytest.mark.parametrize("aggregation", AGGREGATIONS)
     def test_loss_and_gradient_are_those_of_the_formula(self, aggregation: str) -> None:
@@ -111,7 +56,9 @@ class TestReinforce:
         w = truncated_weights(trajectory_log_weights(rows["learner"], rows["sampler"], rows["mask"]), 2.0)
         assert (w == 2).any()
         assert (w < 2).any()
-        written = naive_aggregate(-(w * rows["adv"])[:, None] * learner, rows["mask"], aggregation, **AGGREGATIONS[aggregation])
+        written = naive_aggregate(
+            -(w * rows["adv"])[:, None] * learner, rows["mask"], aggregation, **AGGREGATIONS[aggregation]
+        )
         torch.testing.assert_close(loss, written)
         torch.testing.assert_close(grad, torch.autograd.grad(written, learner)[0], rtol=1e-13, atol=1e-16)
 
@@ -161,7 +108,13 @@ class TestPpoClip:
     def test_loss_and_gradient_are_those_of_the_formula(self, aggregation: str, dual_clip: float | None) -> None:
         rows = random_rows(spread=0.8)
         loss, grad, metrics = value_and_grad(
-            "ppo_clip", rows, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, aggregation=aggregation, **AGGREGATIONS[aggregation]
+            "ppo_clip",
+            rows,
+            clip_low=0.1,
+            clip_high=0.3,
+            dual_clip=dual_clip,
+            aggregation=aggregation,
+            **AGGREGATIONS[aggregation],
         )
         learner, adv = rows["learner"].clone().requires_grad_(), rows["adv"][:, None].expand(rows["mask"].shape)
         r = (learner - rows["sampler"]).exp()
@@ -189,7 +142,9 @@ class TestPpoClip:
         rows = random_rows()
         proximal = rows["learner"] + 0.05
         plain = value_and_grad("ppo_clip", rows, proximal_logprobs=proximal)[1]
-        weighted = value_and_grad("ppo_clip", rows, proximal_logprobs=proximal, weight_treatment="token_truncate", cap=1.2)[1]
+        weighted = value_and_grad(
+            "ppo_clip", rows, proximal_logprobs=proximal, weight_treatment="token_truncate", cap=1.2
+        )[1]
         w = (proximal - rows["sampler"]).exp().clamp(max=1.2)
         torch.testing.assert_close(weighted, torch.where(rows["mask"], w * plain, 0.0), rtol=1e-13, atol=0)
         with pytest.raises(ValueError, match="needs proximal_logprobs: the ratio is to the sampler"):

@@ -1,4 +1,7 @@
-"""Squared norms per trajectory from inputs and output gradients, in bounded memory: fp32 at least, summed in fp64."""
+"""Squared norms per trajectory from inputs and output gradients, in bounded memory.
+
+In fp32 at least. One row of a matrix is summed in that dtype (a cast of everything costs a copy), the rest in fp64.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +67,14 @@ def _gram(x: Tensor, d: Tensor) -> Tensor:
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for at in _chunks(x.shape[1], len(x) * x.shape[1]):
         pairs = (x[:, at] @ x.transpose(1, 2)).mul_(d[:, at] @ d.transpose(1, 2))
-        total += pairs.sum((1, 2), dtype=torch.float64)
+        total += pairs.sum(2).sum(1, dtype=torch.float64)
     return total.clamp(min=0)  # a sum of squares that rounding may leave a hair below 0
 
 
 def _materialised(x: Tensor, d: Tensor) -> Tensor:
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for at in _chunks(d.shape[2], len(x) * x.shape[2]):
-        total += (d[:, :, at].transpose(1, 2) @ x).square_().sum((1, 2), dtype=torch.float64)
+        total += torch.linalg.vector_norm(d[:, :, at].transpose(1, 2) @ x, dim=2).double().square().sum(1)
     return total
 
 
