@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,9 +58,9 @@ class Policy:
 
 def load_policy(
     *,
-    path: str | os.PathLike[str] | None = None,
+    path: str | Path | None = None,
     architecture: Mapping[str, Any] | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
+    tokenizer: str | Path | None = None,
     alphabet: str | None = None,
     dtype: str = "float32",
     seed: int = 0,
@@ -73,9 +72,7 @@ def load_policy(
     a folder or hub id; for a `path` it defaults to the one stored there. Raises ConfigError, in one line.
     """
     if (path is None) == (architecture is None):
-        raise ConfigError(
-            "give the policy either a path (folder or hub id) or an architecture, not both and not neither"
-        )
+        raise ConfigError("give the policy a path (folder or hub id) or an architecture, and not both")
     if dtype not in DTYPES:
         raise ConfigError(f"policy dtype {dtype!r} is unknown: it must be one of {', '.join(DTYPES)}")
     if path is not None:
@@ -85,13 +82,11 @@ def load_policy(
     else:
         assert architecture is not None
         if tokenizer is None:
-            raise ConfigError(
-                'a policy built from an architecture needs a tokenizer: "characters", a folder or a hub id'
-            )
+            raise ConfigError('a policy of a new architecture needs a tokenizer: "characters", a folder or a hub id')
         place = f"architecture {architecture.get('model_type', '?')!r}"
         tok = _load_tokenizer(tokenizer, alphabet)
         model = _random_model(architecture, tok, DTYPES[dtype], seed)
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = _embedding_rows(model)
     largest = max(tok.get_vocab().values(), default=-1)
     if largest >= rows:
         raise ConfigError(
@@ -102,10 +97,11 @@ def load_policy(
     return Policy(model=model.eval(), tokenizer=tok, pad_token_id=pad, eos_token_id=eos)
 
 
-def save_policy(policy: Policy, folder: str | os.PathLike[str]) -> None:
+def save_policy(policy: Policy, folder: str | Path) -> None:
     """Write a plain Hugging Face folder (config.json, safetensors, tokenizer) that AutoModelForCausalLM loads."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    policy.model.save_pretrained(str(folder))
+    with _no_progress_bars():
+        policy.model.save_pretrained(str(folder))
     policy.tokenizer.save_pretrained(str(folder))
 
 
@@ -156,8 +152,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if unk is not None and unk in ids:
         unknown = sorted({c for c in text if unk in tokenizer(c, add_special_tokens=False)["input_ids"]})
         raise ConfigError(
-            f"prompt {text[:60]!r} holds {''.join(unknown)[:20]!r}, which the tokenizer does not know: add the characters "
-            "to its alphabet or take the tokenizer that goes with the task"
+            f"prompt {text[:60]!r} holds {''.join(unknown)[:20]!r}, which the tokenizer does not know: "
+            "take the tokenizer or alphabet that goes with the task"
         )
     return ids
 
@@ -167,9 +163,8 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Run a block under torch seed `seed` (CPU, and `device` if it is a GPU), then put the generators back."""
     gpus = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed would also reseed every GPU, which fork does not undo
+        # Not torch.manual_seed: it reseeds every GPU, and the fork puts back only those it was told of.
+        torch.default_generator.manual_seed(seed)
         for gpu in gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(seed)
@@ -191,9 +186,7 @@ def _random_model(
         with seeded(seed):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
     except Exception as exc:  # the library validates in many ways; whatever it says is about these settings
-        raise ConfigError(
-            f"policy architecture {architecture.get('model_type')!r} cannot be built: {_one_line(exc)}"
-        ) from exc
+        raise ConfigError(f"policy architecture cannot be built: {_one_line(exc)}") from exc
     # Drawn in fp32 and rounded, so that one seed is one policy in every dtype.
     return model.to(dtype)
 
@@ -204,9 +197,10 @@ def _config_class(model_type: Any) -> type:
 
     known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if model_type not in known:
+        near = _nearest(str(model_type), known)
         raise ConfigError(
-            f"policy architecture has model_type {model_type!r}, which is no causal language model that transformers "
-            f"knows:{_nearest(str(model_type), known)} right are llama, qwen3, gpt2 and {len(known) - 3} more"
+            f"policy architecture has unknown model_type {model_type!r}:{near} right is a causal language model that "
+            f"transformers knows, such as llama, qwen3, gpt2 or one of {len(known) - 3} more"
         )
     return CONFIG_MAPPING[model_type]
 
@@ -218,35 +212,23 @@ def _check_settings(settings: Mapping[str, Any], config_cls: type) -> None:
         if name in _SET_ELSEWHERE:
             raise ConfigError(f"policy architecture sets {name!r}, which comes from {_SET_ELSEWHERE[name]}: remove it")
         if name not in known:
-            near = _nearest(name, known)
-            raise ConfigError(
-                f"policy architecture has no setting {name!r}:{near} see transformers' {config_cls.__name__}"
-            )
+            near = _nearest(name, known) or f" see transformers' {config_cls.__name__}"
+            raise ConfigError(f"policy architecture has no setting {name!r}:{near}")
 
 
 def _pretrained_model(place: str, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     _check_place(place, "policy path", "config.json")
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    safe: Any = {"trust_remote_code": False, "use_safetensors": True}  # other formats are unpickled
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            place,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=False,
-            use_safetensors=True,  # other formats are unpickled
-            output_loading_info=True,
-        )
+        with _no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **safe
+            )
     except Exception as exc:
-        raise ConfigError(
-            f"policy path {place!r} cannot be loaded as a causal language model: {_one_line(exc)}"
-        ) from exc
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+        raise ConfigError(f"policy path {place!r} is no causal language model that loads: {_one_line(exc)}") from exc
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
@@ -256,7 +238,7 @@ def _pretrained_model(place: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _load_tokenizer(tokenizer: str | os.PathLike[str], alphabet: str | None) -> PreTrainedTokenizerBase:
+def _load_tokenizer(tokenizer: str | Path, alphabet: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     place = str(tokenizer)
@@ -294,13 +276,27 @@ def _special_ids(tok: PreTrainedTokenizerBase, model: PreTrainedModel, place: st
                 f"tokenizer and model of {place} have no {name} token: set one, for example "
                 f"tokenizer.{name}_token = {token!r} (a token it has), then tokenizer.save_pretrained(folder)"
             )
-        rows = model.get_input_embeddings().weight.shape[0]
-        if not 0 <= int(value) < rows:
-            raise ConfigError(
-                f"{name} token id {value} of {place} is not in the model's vocabulary of {rows}: set another"
-            )
+        if not 0 <= int(value) < _embedding_rows(model):
+            raise ConfigError(f"{name} token id {value} of {place} is outside the model's vocabulary: set another")
         found[name] = int(value)
     return found["pad"], found["eos"]
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _embedding_rows(model: PreTrainedModel) -> int:
+    return model.get_input_embeddings().weight.shape[0]  # type: ignore[index, union-attr]  # an nn.Embedding
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -309,5 +305,4 @@ def _nearest(name: str, known: Any) -> str:
 
 
 def _one_line(exc: BaseException) -> str:
-    text = " ".join(str(exc).split())
-    return f"{type(exc).__name__}: {text[:300]}" if text else type(exc).__name__
+    return f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"

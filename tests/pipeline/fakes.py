@@ -207,11 +207,11 @@ class Pool:
         return GroupResult(r.group_id, r.prompt_token_ids, members, work.versions[-1], min(work.versions))
 
 
-def collect_with(publisher: Publisher, *, num_generations: int, seed: int = 0):
+def collect_with(publisher: Publisher, *, num_generations: int, seed: int = 0, **pool_options: Any):
     """What the pool would write, in this process."""
 
     def collect(batch: Sequence[Prompt], *, first_group_id: int) -> list[TrajectoryGroup]:
-        pool = Pool(publisher)
+        pool = Pool(publisher, **pool_options)
         pool.submit([
             GroupRequest(group_id=first_group_id + i, prompt_token_ids=(1,), num_generations=num_generations, seed=seed)
             for i in range(len(batch))
@@ -279,6 +279,6 @@ class World:
         collect = collect_with(self.publisher, num_generations=self.num_generations)
         return run_sync(self.parts(), collect, steps=steps, groups_per_batch=groups_per_batch)
 
-    def run_replay(self, *, steps: int = 5, groups_per_batch: int = 4, policy_lag: int = 2):
-        collect = collect_with(self.publisher, num_generations=self.num_generations)
+    def run_replay(self, *, steps: int = 5, groups_per_batch: int = 4, policy_lag: int = 2, collect=None):
+        collect = collect or collect_with(self.publisher, num_generations=self.num_generations)
         return run_replay(self.parts(), collect, steps=steps, groups_per_batch=groups_per_batch, policy_lag=policy_lag)

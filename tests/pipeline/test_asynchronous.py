@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -61,23 +62,24 @@ def test_late_news_of_a_start_is_no_news(fakes):
 
 
 def test_drop_mode_aborts_slow_groups_and_counts_them(fakes):
-    world = fakes.World(pool_options={"length": lambda group_id: 10**6 if group_id % 10 == 3 else 4})
+    world = fakes.World(pool_options={"length": lambda group_id: 800 if group_id % 10 == 3 else 4})
     result = world.run_async(steps=20, max_policy_lag=1, on_bound="drop")
     assert result.steps == 20
     assert result.counts.trained == 80
     dropped = result.counts.dropped["lag_bound"]
-    assert dropped == result.counts.dispatched - 80 - result.counts.in_flight > 0
-    assert set(world.pool.aborted) == {i for i in range(result.counts.dispatched) if i % 10 == 3}
+    assert dropped == result.counts.dispatched - 80 > 0
+    assert 0 < len(world.pool.aborted) <= dropped  # one may end before it hears of it
+    assert {i % 10 for i in world.pool.aborted} == {3}
     assert world.rows[-1]["groups_dropped_by_reason"] == {"lag_bound": dropped}
     assert all(r["bound_wait_s"] == 0 for r in world.rows)
     assert max(r["policy_lag_max"] for r in world.rows) <= 1
 
 
 def test_wait_mode_waits_for_a_slow_group_and_books_it_as_bound_wait(fakes):
-    world = fakes.World(pool_options={"length": lambda group_id: 400 if group_id == 3 else 4})
+    world = fakes.World(pool_options={"length": lambda group_id: 1500 if group_id == 3 else 4})
     result = world.run_async(steps=6, groups_per_batch=4, max_policy_lag=1)
     assert result.counts.dropped_total == 0
-    assert [i for i, batch in enumerate(world.trained_ids) if 3 in batch][0] <= 1
+    assert next(i for i, batch in enumerate(world.trained_ids) if 3 in batch) <= 1
     waits = [r["bound_wait_s"] for r in world.rows]
     assert max(waits) == waits[1] > 0
     assert max(r["policy_lag_max"] for r in world.rows) <= 1
@@ -107,8 +109,8 @@ def test_times_are_booked_on_the_part_that_took_them(fakes):
     for row in world.rows:
         assert row["learner_s"] >= 0.02
         assert row["score_s"] >= 0.02
-        assert row["batch_wait_s"] >= 0.02
         assert row["bound_wait_s"] == 0
+    assert sum(r["batch_wait_s"] for r in world.rows) > 0
     last = world.rows[-1]
     spent = sum(r[name] for r in world.rows for name in ("learner_s", "publish_s", "batch_wait_s", "bound_wait_s"))
     assert spent <= last["wall_s"]
@@ -152,21 +154,32 @@ def test_a_failure_after_the_last_batch_is_a_warning(fakes):
 def test_a_rollout_thread_that_hangs_is_left_behind_in_bounded_time(fakes):
     """A scorer that breaks its promise to be bounded cannot hold up the end of a run that has failed."""
 
+    scoring, let_go = threading.Event(), threading.Event()
+
     class Stuck(fakes.Scorer):
         def score_group(self, group):
             if group.group_id == 4:
-                time.sleep(5)
+                scoring.set()
+                let_go.wait(30)
             return super().score_group(group)
 
-    world = fakes.World(scorer=Stuck(), learner=fakes.Learner(raise_at=1))
+    class FailsMeanwhile(fakes.Learner):
+        def update(self, batch):
+            assert scoring.wait(20)
+            return super().update(batch)
+
+    world = fakes.World(scorer=Stuck(), learner=FailsMeanwhile(raise_at=1))
     began = time.monotonic()
     with (
         pytest.warns(UserWarning, match=r"did not end within 0\.1 s"),
         pytest.raises(FloatingPointError, match="the learner's own error"),
     ):
         world.run_async(steps=3, groups_per_batch=4, max_policy_lag=1, join_timeout_s=0.1)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     assert world.pool.closed > 0
+    let_go.set()
+    for thread in [t for t in threading.enumerate() if t.name == "vcpo rollout"]:
+        thread.join(20)
 
 
 def test_a_group_whose_every_sampler_logprob_is_missing_is_refused(fakes):

@@ -122,7 +122,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
-TestAnyOrderOfEvents.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestAnyOrderOfEvents.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
 
 
 def test_counts_add_up_while_two_threads_work():

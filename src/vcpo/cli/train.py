@@ -60,8 +60,11 @@ def _with_run_dir(config: RunConfig, run_dir: str | None, *, may_number: bool) -
 def _run(config: RunConfig, console: Console, *, overwrite: bool) -> None:
     import warnings
 
+    from transformers.utils import logging
+
     from vcpo.training import train as train_run
 
+    logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: console.note(f"warning: {message}")
         console.summary(train_run(config, console, overwrite=overwrite))

@@ -158,7 +158,7 @@ class EmbeddedEngine:
         members: list[Member] = []
         for request in requests:
             written = {t.member: t for t in request.partial}
-            done = {m: t for m, t in written.items() if self._has_ended(t)}
+            done = {m: ended for m, t in written.items() if (ended := self._ended(t)) is not None}
             self._groups[request.group_id] = _Group(request, done)
             versions = [v for t in request.partial for v in t.policy_versions]
             self._started.append((request.group_id, min(versions, default=self.policy_version)))
@@ -167,8 +167,12 @@ class EmbeddedEngine:
                 results.append(self._result(request.group_id))
         return results, members
 
-    def _has_ended(self, trajectory: Trajectory) -> bool:
-        return trajectory.finish_reason in ("stop", "length") or len(trajectory.token_ids) >= self.params.max_new_tokens
+    def _ended(self, trajectory: Trajectory) -> Trajectory | None:
+        """The trajectory if nothing is to be written after it, else None."""
+        if trajectory.finish_reason in ("stop", "length"):
+            return trajectory
+        full = len(trajectory.token_ids) >= self.params.max_new_tokens
+        return replace(trajectory, finish_reason="length") if full else None
 
     def _result(self, group_id: int) -> GroupResult:
         group = self._groups.pop(group_id)

@@ -110,6 +110,7 @@ class ProcessSamplerPool:
         """Dispatch groups, each to the sampler with the fewest trajectories. Raises RolloutError for an id that is out already."""
         with self._lock:
             self._require_open()
+            self._raise_failure()
             known = {gid for c in self._children for gid in [*c.outstanding, *c.aborting]}
             for r in requests:
                 if r.group_id in known:
@@ -148,6 +149,7 @@ class ProcessSamplerPool:
         stopped: list[int] = []
         with self._lock:
             self._require_open()
+            self._raise_failure()
             for child in self._children:
                 ids = [gid for gid in child.outstanding if gid in wanted]
                 child.aborting.update((gid, child.outstanding.pop(gid)) for gid in ids)

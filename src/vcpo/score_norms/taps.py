@@ -11,7 +11,7 @@ Afterwards the taps are mute: an ordinary backward passes through them as throug
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class Taps:
             )
 
 
-def norms_from_squares(squares: dict[str, Tensor]) -> Tensor:
+def norms_from_squares(squares: Mapping[str, Tensor]) -> Tensor:
     """The score norms over all parameters: name -> [n] squares, as `Taps.squared_norms` gives them -> [n] fp64."""
     return torch.stack(list(squares.values())).sum(0).sqrt()
 

@@ -9,13 +9,15 @@ a single call into C that never lets other threads run is not, so text of a mode
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from numbers import Real
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ from vcpo.types import Trajectory, TrajectoryGroup
 RewardFunction = Callable[..., Any]
 MAX_HUNG_CALLS = 16
 """With on_error="unscorable", this many calls may hang at once before the run ends all the same."""
+_FINISHED = ("stop", "length")
 _LARGEST = 3.4e38  # rewards travel as fp32: anything beyond it would arrive as inf
 
 
@@ -58,7 +61,7 @@ class Scorer:
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._hung: list[threading.Thread] = []
+        self._hung: list[_Call] = []
         self.unscorable = 0
         """Trajectories shown to the function that came back without a usable reward."""
         self.errors: Counter[str] = Counter()
@@ -66,9 +69,9 @@ class Scorer:
 
     def score_group(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """The same group with rewards. Failed and aborted trajectories are not shown to the function and keep None."""
-        shown = [t for t in group.trajectories if t.finish_reason in ("stop", "length")]
+        shown = [t for t in group.trajectories if t.finish_reason in _FINISHED]
         rewards = iter(self._score(group, shown) if shown else [])
-        return group.with_rewards([next(rewards) if t in shown else None for t in group.trajectories])
+        return group.with_rewards([next(rewards) if t.finish_reason in _FINISHED else None for t in group.trajectories])
 
     def _score(self, group: TrajectoryGroup, shown: Sequence[Trajectory]) -> list[float | None]:
         try:
@@ -94,18 +97,16 @@ class Scorer:
             "completions": [t.completion for t in shown],
         }
         arguments = given if self._accepts is None else {k: v for k, v in given.items() if k in self._accepts}
-        outcome: dict[str, Any] = {}
-        thread = threading.Thread(
-            target=_run, args=(self._function, arguments, outcome), name=f"reward {self.name}", daemon=True
-        )
-        thread.start()
-        thread.join(self._timeout_s)
-        if "returned" in outcome:
-            return outcome["returned"]
-        if "raised" in outcome:
-            raise _Failure("raised", f"raised {_where(outcome['raised'])}") from outcome["raised"]
+        call = _Call(self._function, arguments, f"reward {self.name}")
+        call.start()
+        call.join(self._timeout_s)
+        if call.outcome == "returned":
+            return call.value
+        if call.outcome == "raised":
+            raise _Failure("raised", f"raised {_where(call.value)}") from call.value
+        call.cancel()
         with self._lock:
-            self._hung.append(thread)
+            self._hung.append(call)
         limit = f"{self._timeout_s:g} s"
         raise _Failure("timeout", f"did not return within its time limit of {limit}: make it faster or raise the limit")
 
@@ -132,18 +133,51 @@ class _Failure(Exception):
         self.kind = kind
 
 
-def _run(function: RewardFunction, arguments: Mapping[str, Any], outcome: dict[str, Any]) -> None:
-    try:
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_wait_for(returned))
-        outcome["returned"] = returned
-    except BaseException as exc:  # sys.exit() in a reward function is a failure of that function, too
-        outcome["raised"] = exc
+class _Call(threading.Thread):
+    """One call of a reward function, on its own daemon thread: the process may end while it still runs."""
+
+    def __init__(self, function: RewardFunction, arguments: Mapping[str, Any], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._function, self._arguments = function, arguments
+        self._task: asyncio.Task[Any] | None = None
+        self.outcome: Literal["running", "returned", "raised"] = "running"
+        self.value: Any = None
+
+    def run(self) -> None:
+        try:
+            returned = self._function(**self._arguments)
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(self._await(returned))
+            self.value, self.outcome = returned, "returned"
+        except BaseException as exc:  # sys.exit() in a reward function is a failure of that function, too
+            self.value, self.outcome = exc, "raised"
+
+    def cancel(self) -> None:
+        """Ask a coroutine to stop; a plain function cannot be asked."""
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # its loop ended by itself in the meantime
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    async def _await(self, awaitable: Awaitable[Any]) -> Any:
+        self._task = asyncio.current_task()
+        asyncio.get_running_loop().set_default_executor(_DaemonThreads())
+        return await awaitable
 
 
-async def _wait_for(awaitable: Any) -> Any:
-    return await awaitable
+class _DaemonThreads(ThreadPoolExecutor):
+    """For asyncio.to_thread in async reward functions: Python waits at exit for the threads of the usual executor."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as exc:
+                future.set_exception(exc)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
 
 
 def _reward(value: Any, index: int) -> float | None:

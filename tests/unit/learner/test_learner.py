@@ -35,7 +35,9 @@ def llama(dtype=torch.float32):
 def lagged_batch(model, make_toy_batch):
     """Sampler log-probs of the model itself plus noise."""
     batch = make_toy_batch(lambda ids, mask: forward_logits(model, ids, mask).double(), groups=4)
-    return Batch(**{**batch.__dict__, "sampler_logprobs": batch.sampler_logprobs.float(), "rewards": batch.rewards.float()})
+    return Batch(
+        **{**batch.__dict__, "sampler_logprobs": batch.sampler_logprobs.float(), "rewards": batch.rewards.float()}
+    )
 
 
 def learner_for(model, *, budget=10_000, lr=1e-2, loss="reinforce", loss_options=None, **settings):

@@ -286,7 +286,7 @@ def test_weights_that_are_not_finite_end_generation_with_one_line(tiny_model, ma
     bad = {n: p.detach().clone() for n, p in model.named_parameters()}
     bad["lm_head.weight"][3] = torch.nan
     engine.load_weights(bad, 8)
-    with pytest.raises(RolloutError, match="policy version 8 gives no finite probabilities .*group 5, member 0"):
+    with pytest.raises(RolloutError, match=r"policy version 8 gives no finite probabilities .*group 5, member 0"):
         engine.step()
 
 
@@ -327,6 +327,6 @@ def test_a_finished_groups_result_is_frozen_plain_python(tiny_model, make_engine
     for t in result.trajectories:
         assert {type(x) for x in (*t.token_ids, *t.policy_versions)} == {int}
         assert {type(x) for x in t.sampler_logprobs} == {float}
-        assert t.completion == "" and t.reward is None
+        assert (t.completion, t.reward) == ("", None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.group_id = 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -30,18 +32,18 @@ def elementwise(run: ModuleRun) -> dict[str, Tensor]:
     """A module whose only parameter is a weight [p] that broadcasts against [..., p], each feature with its own.
 
     The module runs once more with one copy of the weight per trajectory, and the copies take the gradients: whether
-    it multiplies by w or by 1 + w, in which dtype, is the module's own affair.
+    it multiplies by w or by 1 + w is the module's own affair.
     """
-    x, d = run.rows(run.input), run.rows(run.grad)
-    weight = run.module.get_parameter("weight").detach()
+    x, d = upcast(run.rows(run.input)), upcast(run.rows(run.grad))
+    weight = upcast(run.module.get_parameter("weight").detach())
     copies = weight.expand(run.n, *[1] * (x.ndim - 2), -1).contiguous().requires_grad_()
     with torch.enable_grad():
         output = functional_call(run.module, {"weight": copies}, (x,))
     (grad,) = torch.autograd.grad(output, copies, d)
-    return {"weight": upcast(grad).flatten(1).square().sum(1, dtype=torch.float64)}
+    return {"weight": grad.flatten(1).square().sum(1, dtype=torch.float64)}
 
 
-def _affine(run: ModuleRun, normalise) -> dict[str, Tensor]:
+def _affine(run: ModuleRun, normalise: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     d = upcast(run.rows(run.grad))
     features = run.module.get_parameter(run.wanted[0]).numel()
     found = {}
