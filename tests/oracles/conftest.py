@@ -50,7 +50,7 @@ def _model(family: str, *, tied: bool, seed: int = 0) -> nn.Module:
 
 
 def _batch(side: str, *, seed: int = 0, temperature: float = 0.8) -> Batch:
-    """Five ragged rows of width 9: one full, one without actions; ids at padding are no token's."""
+    """Five ragged rows of width 9, the same on either side: one full, one without actions; ids at padding are no token's."""
     generator = torch.Generator().manual_seed(seed)
     lengths, prompts, width = [9, 6, 7, 4, 5], [3, 2, 4, 3, 5], 9
     n = len(lengths)
@@ -58,8 +58,9 @@ def _batch(side: str, *, seed: int = 0, temperature: float = 0.8) -> Batch:
     start = torch.tensor([0 if side == "right" else width - length for length in lengths])[:, None]
     end, first_action = start + torch.tensor(lengths)[:, None], start + torch.tensor(prompts)[:, None]
     attention = (columns >= start) & (columns < end)
-    ids = torch.randint(3, VOCAB, (n, width), generator=generator)
-    ids[:, ::3] = 7  # tokens that come more than once in a trajectory
+    tokens = torch.randint(3, VOCAB, (n, width), generator=generator)
+    tokens[:, ::3] = 7  # comes more than once in a trajectory
+    ids = tokens.gather(1, (columns - start).clamp(0, width - 1))
     return Batch(
         input_ids=torch.where(attention, ids, 10**6),
         attention_mask=attention,

@@ -100,4 +100,4 @@ def test_an_outlier_hidden_by_truncation_is_seen_in_the_raw_ess():
 def test_skips_are_few_and_have_reasons(skipped, cases):
     print(skipped)
     assert set(skipped) <= {reason for _, reason in SKIPS.values()}
-    assert sum(skipped.values()) <= 0.2 * len(cases)
+    assert sum(skipped.values()) == sum(case.fn in SKIPS for case in cases) <= len(cases) / 3

@@ -1,7 +1,7 @@
 """Importance weights and rejection against verl, TRL and AReaL; their loss weights and masks, not their metrics.
 
 What is translated here: verl compares ratio bounds with mu / pi, so learner and sampler change places; verl writes the
-two bounds as "low_high", and one bound b of a ratio as [1 / b, b]; TRL writes 1 at masked positions, we 0; AReaL's
+two bounds as "low_high", and one bound b of a ratio as [1 / b, b]; TRL writes 1 where nothing is trained, we 0; AReaL's
 sequence ratio is the geometric mean, its k3 that of KL(learner || sampler), and "filtered" counts clamped tokens too. A sampler
 log-prob of NaN is a ratio of 1 in TRL; ours quarantines the trajectory.
 """
@@ -71,8 +71,7 @@ def check_trl(case) -> None:
     weights = core.weight_treatments[case.params["vllm_mode"]](learner, sampler, mask, cap=cap, low=low)
     expected = case.outputs["importance_sampling_ratio"]
     quarantined = core.row_is_quarantined(learner, sampler, mask)
-    if weights.shape == mask.shape:
-        weights = torch.where(mask, weights, 1.0)
+    weights = torch.where(mask if weights.shape == mask.shape else mask.any(1, keepdim=True), weights, 1.0)
     torch.testing.assert_close(weights[~quarantined], expected[~quarantined], rtol=1e-10, atol=1e-12)
     known = mask & ~sampler.isnan()
     if quarantined.any():

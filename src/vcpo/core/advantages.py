@@ -25,7 +25,7 @@ def advantages(rewards: Tensor, baseline: Tensor, scale: Tensor) -> Tensor:
     """
     check_vector(rewards=rewards, baseline=baseline, scale=scale)
     gain = (rewards.double() - baseline.double()) / scale.double()
-    return torch.where(rewards.isfinite() & gain.isfinite(), gain, 0.0).to(float_type(rewards))
+    return torch.where(gain.isfinite(), gain, 0.0).to(float_type(rewards))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def group_softmax(log_v: Tensor, index: Tensor, count: int) -> tuple[Tensor, Ten
     The total is 0 exactly where every log_v of the group is -inf, else at least 1.
     """
     top = group_max(log_v, index, count)[index]
-    relative = torch.where(top.isneginf(), 0.0, (log_v - torch.where(top.isneginf(), 0.0, top)).exp())
+    relative = torch.where(top.isneginf(), 0.0, (log_v - top).exp())
     return relative, group_sum(relative, index, count)
 
 

@@ -89,8 +89,8 @@ def reinforce(
     mask = check_rows(action_mask, learner_logprobs=learner_logprobs, sampler_logprobs=sampler_logprobs)
     weights = _treated(weight_treatment, learner_logprobs, sampler_logprobs, mask, cap, low)
     coefficients = torch.where(mask, weights * _per_token(advantages, mask), 0.0)
-    # 0 * inf: a coefficient of 0 silences its token whatever the log-prob is.
-    active = coefficients.isfinite() & (coefficients != 0) & learner_logprobs.detach().isfinite()
+    # A log-prob of -inf has weight 0 or comes in a quarantined row: its term is 0, not 0 * inf.
+    active = coefficients.isfinite() & learner_logprobs.detach().isfinite()
     logprobs = masked_fill(_at_least_fp32(learner_logprobs), active)
     per_token = -masked_fill(coefficients, active).to(logprobs.dtype) * logprobs
     penalty = _kl_penalty(learner_logprobs, reference_logprobs, mask, kl_coef, kl_estimator)

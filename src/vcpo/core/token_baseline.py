@@ -57,5 +57,5 @@ def _cumulated(score_sq: Tensor, log_weights: Tensor | None, mask: Tensor, index
     lw = torch.where(usable, lw, -math.inf)
     highest = lw.amax(1) if lw.shape[1] else lw.new_full((len(lw),), -math.inf)
     top = group_max(highest, index, count)[index].unsqueeze(1)
-    q = torch.where(usable, score_sq.double() * (2 * (lw - torch.where(top.isneginf(), 0.0, top))).exp(), 0.0)
+    q = torch.where(usable, score_sq.double() * (2 * (lw - top)).exp(), 0.0)
     return q.cumsum(1).masked_fill(~mask, 0.0)

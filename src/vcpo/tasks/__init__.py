@@ -18,16 +18,18 @@ __all__ = ["TASKS", "Countdown", "RunningSums", "Scorer", "Task", "make_task"]
 TASKS: dict[str, Callable[..., Task]] = {"running_sums": RunningSums, "countdown": Countdown}
 
 
-def make_task(name: str, **options: Any) -> Task:
+def make_task(name: str, /, **options: Any) -> Task:
     """The task called `name`; raises ConfigError that names the tasks or options there are, the nearest one first."""
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}:{_nearest(name, TASKS)} there are {', '.join(sorted(TASKS))}")
-    known = [f.name for f in fields(TASKS[name])]  # type: ignore[arg-type]  # every factory here is a dataclass
-    for option in options:
-        if option not in known:
-            raise ConfigError(
-                f"task {name} has no option {option!r}:{_nearest(option, known)} there are {', '.join(known)}"
-            )
+    defaults = {f.name: f.default for f in fields(TASKS[name])}  # type: ignore[arg-type]  # all are dataclasses
+    for option, value in options.items():
+        if option not in defaults:
+            near = _nearest(option, defaults)
+            raise ConfigError(f"task {name} has no option {option!r}:{near} there are {', '.join(defaults)}")
+        right = type(defaults[option])
+        if type(value) not in ((int, float) if right is float else (right,)):
+            raise ConfigError(f"task {name}: option {option} must be of type {right.__name__}, got {value!r}")
     return TASKS[name](**options)
 
 

@@ -136,6 +136,11 @@ def test_groups_that_cannot_compare_get_their_own_rewards(leave_own_out: bool) -
     assert not advantages(rewards, b, torch.ones_like(rewards)).any()
 
 
+def test_weights_that_are_no_numbers_carry_nothing() -> None:
+    b = weighted_baseline(f64(1, 0, 100, 100, 100), f64(0, 0, NAN, INF, -INF), ids(0, 0, 0, 0, 0))
+    assert b.tolist() == [0.5] * 5
+
+
 def test_a_single_row_with_weight_gets_its_own_reward() -> None:
     b = optimal_baseline(f64(0.3, 0.9), f64(0, -INF), f64(1, 1), ids(0, 0))
     assert b[0] == 0.3

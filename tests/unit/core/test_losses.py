@@ -138,6 +138,19 @@ class TestPpoClip:
         expected = value_and_grad("ppo_clip", rows)[1]
         torch.testing.assert_close(value_and_grad("ppo_clip", swapped, proximal_logprobs=rows["sampler"])[1], expected)
 
+    @pytest.mark.parametrize("bad", [NAN, -INF])
+    def test_a_row_without_a_ratio_to_the_proximal_policy_is_silent(self, bad: float) -> None:
+        rows = random_rows()
+        proximal = rows["sampler"].clone()
+        expected = value_and_grad("ppo_clip", rows, proximal_logprobs=proximal)[1]
+        proximal[1, 0] = bad
+        rows["mask"][1, 0] = True
+        loss, grad, metrics = value_and_grad("ppo_clip", rows, proximal_logprobs=proximal)
+        assert loss.isfinite()
+        assert not grad[1].any()
+        assert torch.equal(grad[[0, 2, 3]], expected[[0, 2, 3]])
+        assert all(m.isfinite() for m in metrics.values())
+
     def test_the_proximal_policy_may_be_corrected_for_the_sampler(self) -> None:
         rows = random_rows()
         proximal = rows["learner"] + 0.05
@@ -219,10 +232,10 @@ class TestEveryLoss:
 
     def test_case_1_a_log_ratio_of_200_stays_finite(self, name: str) -> None:
         for dtype in (torch.float32, torch.float64):
-            for sign in (1.0, -1.0):
+            for sign, distance in ((1.0, 200), (-1.0, 200), (-1.0, 1e4)):
                 sampler = torch.full((4, 8), -1.0, dtype=dtype)
                 learner = sampler.clone()
-                sampler[0, 3] = -201.0
+                sampler[0, 3] = -1.0 - distance
                 rows = {"learner": learner, "sampler": sampler, "mask": torch.ones(4, 8)}
                 rows["adv"] = sign * torch.tensor([1, -1, 1, -1], dtype=dtype)
                 loss, grad, metrics = value_and_grad(name, rows)

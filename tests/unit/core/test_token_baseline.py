@@ -37,6 +37,16 @@ def test_one_step_is_the_optimal_baseline() -> None:
     torch.testing.assert_close(b[:, 0], optimal_baseline(REWARDS, lw, s, GROUPS), rtol=1e-13, atol=0)
 
 
+def test_bad_numbers_leave_the_baseline_to_the_others() -> None:
+    returns = f64(1, 0, NAN, 100, 100).view(5, 1)
+    score_sq = f64(1, 3, 5, NAN, 5).view(5, 1)
+    lw = f64(0, 0, 0, 0, INF)
+    b = optimal_token_baseline(returns, score_sq, torch.ones(5, 1), ids(0, 0, 0, 0, 0), log_weights=lw)
+    assert b.flatten().tolist() == [0.25] * 5
+    alone = optimal_token_baseline(returns[2:], score_sq[2:], torch.ones(3, 1), ids(0, 0, 0), log_weights=lw[2:])
+    assert alone.flatten().tolist() == [0, 100, 100]  # nobody carries weight: b is the return, no gradient
+
+
 def test_padding_side_and_masked_values_do_not_matter() -> None:
     generator = torch.Generator().manual_seed(1)
     returns, score_sq = (torch.rand(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))

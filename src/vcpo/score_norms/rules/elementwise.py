@@ -21,11 +21,10 @@ def layer_norm(run: ModuleRun) -> dict[str, Tensor]:
 
 
 def rms_norm(run: ModuleRun) -> dict[str, Tensor]:
-    """torch.nn.RMSNorm. weight: || sum_t d_t * xhat_t ||^2. Its default eps depends on the dtype of the input."""
+    """torch.nn.RMSNorm. weight: || sum_t d_t * xhat_t ||^2."""
     module = run.module
     assert isinstance(module, nn.RMSNorm)
-    eps = torch.finfo(run.input.dtype).eps if module.eps is None else module.eps
-    return _affine(run, lambda x: F.rms_norm(x, list(module.normalized_shape), eps=eps))
+    return _affine(run, lambda x: F.rms_norm(x, list(module.normalized_shape), eps=module.eps))
 
 
 def elementwise(run: ModuleRun) -> dict[str, Tensor]:
@@ -48,7 +47,7 @@ def _affine(run: ModuleRun, normalise: Callable[[Tensor], Tensor]) -> dict[str, 
     features = run.module.get_parameter(run.wanted[0]).numel()
     found = {}
     if "weight" in run.wanted:
-        xhat = normalise(upcast(run.rows(run.input)))
+        xhat = upcast(normalise(run.rows(run.input)))  # not upcast before: the default eps goes by the input's dtype
         found["weight"] = vector_sq_norms((d * xhat).reshape(run.n, -1, features))
     if "bias" in run.wanted:
         found["bias"] = vector_sq_norms(d.reshape(run.n, -1, features))
