@@ -57,7 +57,11 @@ def bench_overhead(
             }
         )
     settings = {"tokens": tokens, "batch_size": batch_size, "width": width, "layers": layers, "vocabulary": vocabulary}
-    return {"settings": {**settings, "repeats": repeats, "threads": threads}, "plain_peak_bytes": plain_peak, "rows": rows}
+    return {
+        "settings": {**settings, "repeats": repeats, "threads": threads},
+        "plain_peak_bytes": plain_peak,
+        "rows": rows,
+    }
 
 
 def _model(width: int, layers: int, vocabulary: int, tokens: int) -> torch.nn.Module:
@@ -156,7 +160,9 @@ def _peak_bytes(step: Step) -> int:
         trace.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     changes = sorted(
-        (e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0
+        (e["ts"], e["args"]["Bytes"])
+        for e in events
+        if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0
     )
     held = peak = 0
     for _, size in changes:

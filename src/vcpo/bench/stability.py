@@ -114,7 +114,7 @@ def bench_stability(
     return {
         **provenance(command),
         "grid": {**grid.__dict__},
-        "cell": json.loads(to_json(load_config(str(_cell())))),
+        "cell": json.loads(to_json(load_config(str(cell_path())))),
         "wall_s": round(time.monotonic() - began, 1),
         "runs": [_result(run, out) for run in runs],
     }
@@ -137,10 +137,13 @@ def _result(run: Run, out: Path) -> dict[str, Any]:
 
 def _rewards(folder: Path) -> list[float]:
     """Reward of the current policy at each step."""
-    return [row["reward_current"] for row in read_jsonl(folder / "metrics.jsonl") if row.get("reward_current") is not None]
+    return [
+        row["reward_current"] for row in read_jsonl(folder / "metrics.jsonl") if row.get("reward_current") is not None
+    ]
 
 
-def _cell() -> Path:
+def cell_path() -> Path:
+    """The TOML file of the cell."""
     return Path(str(files("vcpo.bench").joinpath(CELL)))
 
 
@@ -158,18 +161,22 @@ def _finished(run: Run, out: Path) -> bool:
     folder = out / run.name
     if not (folder / "summary.json").exists():
         return False
-    wanted = to_json(load_config(str(_cell()), run.overrides(folder)))
+    wanted = to_json(load_config(str(cell_path()), run.overrides(folder)))
     return json.loads(wanted) == json.loads(to_json(load_config(str(folder / "config.toml"))))
 
 
 def _train(run: Run, out: Path) -> tuple[Run, float]:
     folder = out / run.name
-    arguments: Sequence[str] = ["train", str(_cell()), "--overwrite", *run.overrides(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "vcpo.cli.main", *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise VcpoError(f"run {run.name} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}; see {folder}")
+    run_vcpo_train(cell_path(), run.overrides(folder), threads=1)
     return run, time.monotonic() - began
+
+
+def run_vcpo_train(recipe: Path, overrides: Sequence[str], *, threads: int) -> None:
+    """`vcpo train` in a process of its own, replacing what its folder holds; VcpoError with its last line if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "vcpo.cli.main", "train", str(recipe), "--overwrite", *overrides]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        why = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise VcpoError(f"vcpo train {recipe.name} {' '.join(overrides)} failed: {why}")

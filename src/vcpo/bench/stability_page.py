@@ -46,7 +46,11 @@ def plot_stability(evidence: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    panels = (("reward_current", "reward of the current policy"), ("ess_ratio", "ess_ratio"), ("grad_norm", "gradient norm"))
+    panels = (
+        ("reward_current", "reward of the current policy"),
+        ("ess_ratio", "ess_ratio"),
+        ("grad_norm", "gradient norm"),
+    )
     for axis, (name, title) in zip(axes, panels, strict=True):
         for (method, _, lag), part in _by_setting(evidence["runs"]):
             colour = COLOURS.get(method, "#009e73")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +15,11 @@ bench_app = typer.Typer(
     help="Measure methods against each other on this machine.", no_args_is_help=True, rich_markup_mode=None
 )
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value for programs; progress goes to stderr.")]
+Save = Annotated[
+    Path | None, typer.Option("--save", help="Also write the figures, with where they come from, as JSON.")
+]
+
 
 @bench_app.callback()
 def _bench() -> None:
@@ -22,10 +29,120 @@ def _bench() -> None:
 @bench_app.command("stability")
 @one_line_errors
 def stability(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value for programs.")] = False,
+    grid: Annotated[str, typer.Option(help="smoke (3 methods x 3 seeds) or quick (x 5 seeds).")] = "smoke",
+    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the grid's own, such as 5,6,7.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps instead of the grid's own.")] = None,
+    out: Annotated[Path, typer.Option(help="Where runs are kept; finished ones are not run again.")] = Path(
+        "runs/stability"
+    ),
+    results: Annotated[Path, typer.Option(help="Where JSON, page and picture go.")] = Path("docs/results"),
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; default one per core.")] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Only draw page and picture again from the JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Who keeps learning at a high policy lag (not available yet)."""
-    raise ConfigError(
-        "the stability benchmark is not available yet; one cell of it runs with: vcpo train recipes/stability.toml "
-        "rollout.max_policy_lag=16 learner.lr=2e-3 seed=0"
-    )
+    """Who keeps learning at a high policy lag: synchronous, TIS and VCPO on the same task, by replay."""
+    from dataclasses import replace
+
+    from vcpo.bench.evidence import command_line, write_evidence
+    from vcpo.bench.stability import GRIDS, bench_stability
+    from vcpo.bench.stability_page import plot_stability, stability_page
+
+    if grid not in GRIDS:
+        raise ConfigError(f"unknown grid {grid!r}; use one of {', '.join(GRIDS)}")
+    chosen = GRIDS[grid]
+    if seeds is not None:
+        chosen = replace(chosen, seeds=_numbers(seeds))
+    if steps is not None:
+        chosen = replace(chosen, steps=steps)
+    stem = f"stability-{grid}"
+    source = results / f"{stem}.json"
+    if plot:
+        if not source.exists():
+            raise ConfigError(f"{source} does not exist: run `vcpo bench stability --grid {grid}` first")
+        evidence = json.loads(source.read_text(encoding="utf-8"))
+    else:
+        say = lambda line: typer.echo(line, err=as_json)  # noqa: E731
+        evidence = bench_stability(chosen, out=out, jobs=jobs, command=command_line(), report=say)
+        write_evidence(source, evidence)
+    notes = results / f"{stem}-notes.md"
+    page = stability_page(evidence, f"{stem}.png", notes.read_text(encoding="utf-8") if notes.exists() else "")
+    plot_stability(evidence, results / f"{stem}.png")
+    (results / f"{stem}.md").write_text(page, encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps({**evidence, "runs": [{**r, "curves": None} for r in evidence["runs"]]}))
+        return
+    typer.echo("\n".join(line for line in page.splitlines() if line.startswith("|")))
+    typer.echo(f"page        {results / f'{stem}.md'}\npicture     {results / f'{stem}.png'}")
+
+
+@bench_app.command("overhead")
+@one_line_errors
+def overhead(
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens per trajectory.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Paired repetitions.")] = 9,
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """What variance control costs over a plain REINFORCE step: time and peak memory, as ratios of one run."""
+    from vcpo.bench.overhead import bench_overhead
+
+    _finish(bench_overhead(tokens=tokens, repeats=repeats), save, as_json)
+
+
+@bench_app.command("engine")
+@one_line_errors
+def engine(
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median is quoted.")] = 9,
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """How fast the embedded decode engine writes 128 trajectories of the benchmark's policy on one core."""
+    from vcpo.bench.engine import bench_engine
+
+    _finish(bench_engine(repeats=repeats), save, as_json)
+
+
+@bench_app.command("asynchrony")
+@one_line_errors
+def asynchrony(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps a run.")] = 60,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs; the median is quoted.")] = 3,
+    out: Annotated[Path, typer.Option(help="Where the runs are kept.")] = Path("runs/asynchrony"),
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """Wall time of the same steps taking turns and side by side, beside what perfect overlap would give."""
+    from vcpo.bench.asynchrony import bench_asynchrony
+
+    say = lambda line: typer.echo(line, err=as_json)  # noqa: E731
+    _finish(bench_asynchrony(steps=steps, repeats=repeats, out=out, report=say), save, as_json)
+
+
+def _finish(figures: dict[str, Any], save: Path | None, as_json: bool) -> None:
+    from vcpo.bench.evidence import command_line, provenance, write_evidence
+
+    if save is not None:
+        write_evidence(save, {**provenance(command_line()), **figures})
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    for key, value in figures.items():
+        if isinstance(value, list):
+            typer.echo(f"{key}:")
+            for row in value:
+                typer.echo("  " + "  ".join(f"{k} {_short(v)}" for k, v in row.items()))
+        else:
+            typer.echo(f"{key:16s} {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{k} {_short(v)}" for k, v in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds must be numbers with commas between them, such as 5,6,7; got {text!r}") from None

@@ -147,13 +147,7 @@ def ppo_clip(
     log_ratio = log_ratios(learner_logprobs, old, active).clamp(-max_log_ratio, max_log_ratio)
     gain = masked_fill(gain, active).to(log_ratio.dtype)
     ratio = log_ratio.exp()
-    free, bounded = ratio * gain, ratio.clamp(1 - clip_low, 1 + clip_high) * gain
-    objective = torch.minimum(free, bounded)
-    clipped, floored = bounded < free, torch.zeros_like(mask)
-    if dual_clip is not None:
-        floor = dual_clip * gain
-        floored = (gain < 0) & (objective < floor)
-        objective = torch.where(floored, floor, objective)
+    objective, clipped, floored = _clipped_objective(ratio, gain, clip_low, clip_high, dual_clip)
     per_token = -masked_fill(weights.expand(mask.shape).to(ratio.dtype), active) * objective
     penalty = _kl_penalty(learner_logprobs, reference_logprobs, mask, kl_coef, kl_estimator)
     loss = aggregate(per_token + penalty, mask, aggregation=aggregation, normalizer=normalizer, length=length)
@@ -166,6 +160,19 @@ def ppo_clip(
         "kl_k3": _mean(ratio - 1 - log_ratio, active),
     }
     return loss, metrics
+
+
+def _clipped_objective(
+    ratio: Tensor, gain: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per token: the objective, whether the clip cut its gradient, whether the dual clip did; all [n, s]."""
+    free, bounded = ratio * gain, ratio.clamp(1 - clip_low, 1 + clip_high) * gain
+    objective, clipped = torch.minimum(free, bounded), bounded < free
+    if dual_clip is None:
+        return objective, clipped, torch.zeros_like(clipped)
+    floor = dual_clip * gain
+    floored = (gain < 0) & (objective < floor)
+    return torch.where(floored, floor, objective), clipped, floored
 
 
 def _check_clipping(clip_low: float, clip_high: float, dual_clip: float | None, max_log_ratio: float) -> None:

@@ -53,17 +53,20 @@ def supervised_warm_start(
     _check_numbers(steps=steps, batch_size=batch_size, lr=lr)
     model = policy.model
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     losses: list[float] = []
     training = model.training
     model.train()
     try:
         with seeded(seed, device):
             for step in range(steps):
-                ids, targets = (x.to(device) for x in _batch(policy, list(islice(demonstrations, batch_size))))
+                texts = list(islice(demonstrations, batch_size))
+                if len(texts) < batch_size:
+                    raise ConfigError(f"the demonstrations ran out at step {step} of {steps}: give an endless iterator")
+                ids, targets = _batch(policy, texts)
                 for group in optimizer.param_groups:
                     group["lr"] = lr * _schedule(step, steps)
-                loss = _loss(policy, ids, targets)
+                loss = _loss(policy, ids.to(device), targets.to(device))
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -140,17 +143,16 @@ def _schedule(step: int, steps: int) -> float:
 
 def _batch(policy: Policy, texts: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
     """[n, s] token ids padded on the right, and [n, s - 1] next tokens to learn, -100 where there is none."""
-    if not texts:
-        raise ConfigError("the demonstrations ran out before the warm start was over: give an endless iterator")
     prompts = policy.tokenizer([p for p, _ in texts])["input_ids"]
     answers = policy.tokenizer([c for _, c in texts], add_special_tokens=False)["input_ids"]
     rows = [[*p, *a, policy.eos_token_id] for p, a in zip(prompts, answers, strict=True)]
-    ids = torch.full((len(rows), max(map(len, rows))), policy.pad_token_id)
-    targets = torch.full_like(ids, -100)
-    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        ids[i, : len(row)] = torch.tensor(row)
-        targets[i, len(prompt) : len(row)] = torch.tensor(row[len(prompt) :])
-    return ids, targets[:, 1:]
+    pads = [max(map(len, rows)) - len(row) for row in rows]
+    ids = [row + [policy.pad_token_id] * pad for row, pad in zip(rows, pads, strict=True)]
+    # The first answer token is predicted at the last prompt token, hence the - 1.
+    targets = [
+        [-100] * (len(p) - 1) + row[len(p) :] + [-100] * pad for p, row, pad in zip(prompts, rows, pads, strict=True)
+    ]
+    return torch.tensor(ids), torch.tensor(targets)
 
 
 def _loss(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:

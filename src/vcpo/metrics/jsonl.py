@@ -39,7 +39,7 @@ class JsonlWriter:
         nonfinite = {k: repr(float(v)) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         clean = {k: finite(v) for k, v in row.items()}
         if nonfinite:
-            pass
+            clean["nonfinite"] = nonfinite
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
 
     def close(self) -> None:

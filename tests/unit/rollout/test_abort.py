@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from vcpo.types import Trajectory
 
@@ -154,3 +155,21 @@ def test_requests_are_conserved_and_lengths_versions_logprobs_stay_together(
             assert result.started_version <= t.policy_versions[0]
             assert t.policy_versions[-1] <= result.completed_version
             assert t.finish_reason == ("stop" if t.token_ids[-1] == 2 else "length")
+
+
+def test_a_row_that_ended_early_in_a_large_batch_does_not_run_past_its_room(make_engine, make_request, drain):
+    """It stays in the batch until an eighth of it has ended: past its last token, and past the model's last position."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=13, n_embd=8, n_layer=1, n_head=2, n_positions=14)
+    model = GPT2LMHeadModel(config).double().eval()
+    alone = make_engine(model, stop_token_ids=())
+    alone.submit([make_request(1, [3, 4], n=30)])
+    want = drain(alone)[1]
+    engine = make_engine(model, stop_token_ids=())
+    engine.submit([make_request(0, [3, 4], n=1)])
+    step(engine, 8)
+    engine.submit([make_request(1, [3, 4], n=30)])
+    engine.step()
+    engine.abort([0])
+    got = drain(engine)[1]
+    assert [t.token_ids for t in got.trajectories] == [t.token_ids for t in want.trajectories]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -50,3 +52,13 @@ def test_other_values_out_of_range_are_refused():
     for partial in ((CUT, CUT), (CUT,)):
         with pytest.raises(ConfigError, match="partial members must be distinct and below 1"):
             GroupRequest(group_id=0, prompt_token_ids=(1,), num_generations=1, seed=0, partial=partial)
+
+
+def test_the_coordinators_side_of_a_sampler_process_needs_no_torch():
+    """Neither the pool nor the wire types; a sampler that cannot start says so before it has loaded anything heavy."""
+    code = (
+        "import sys; from vcpo.rollout import ProcessSamplerPool, GroupRequest, settle_group\n"
+        "import vcpo.rollout.sampler_process\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

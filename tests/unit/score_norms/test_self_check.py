@@ -134,6 +134,7 @@ def test_a_number_that_is_none_fails(monkeypatch, make_lm, batch):
 def test_the_row_is_ragged_and_not_the_first(make_lm, batch):
     row_of = import_module("vcpo.score_norms.self_check")._ragged_row
     assert row_of(batch) == 1
+    assert row_of(batch.rows([1, 2])) == 1
     actions = batch.action_mask.clone()
     actions[1] = False
     assert row_of(Batch(**{**vars(batch), "action_mask": actions})) in (2, 3)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms import Taps, loop, norms_from_squares, two_pass
+from vcpo.score_norms.calls import owners_of, record_call
 from vcpo.score_norms.scoring import trajectory_logprobs
 
 
@@ -39,6 +40,14 @@ def squares_of(model: nn.Module, batch) -> dict[str, Tensor]:
 
 def test_norms_carry_no_gradient(make_lm, batch):
     assert not any(s.requires_grad for s in squares_of(make_lm(), batch).values())
+
+
+def test_what_is_kept_of_the_forward_has_no_history():
+    module, x = nn.Linear(2, 2), torch.zeros(3, 2, requires_grad=True) * 2
+    (owner,) = owners_of(module, dict(module.named_parameters()))
+    call = record_call(owner, (x,), {}, [module(x)], (0,))
+    assert [t.requires_grad for t in call.saved] == [False]
+    assert call.saved[0].data_ptr() == x.data_ptr(), "no copy"
 
 
 # ---- modules that only the generic rule knows
@@ -148,6 +157,16 @@ def test_refused_by_name(function, named, make_lm, batch):
     with pytest.raises(ScoreNormError, match=named):
         squares_of(model, batch)
     assert not any(m._forward_hooks for m in model.modules()), "no hook is left behind"
+
+
+def test_a_module_that_uses_the_parameter_of_another_is_refused(make_lm, batch):
+    gated = Call(
+        lambda m, x: m.gate * F.linear(x, m.inner.weight), inner=nn.Linear(8, 8), gate=nn.Parameter(torch.zeros(8))
+    )
+    with pytest.raises(
+        ScoreNormError, match=r"'middle.inner.weight' is used by module 'middle', which does not own it"
+    ):
+        squares_of(make_lm(gated), batch)
 
 
 def test_positions_broadcast_over_the_batch_are_refused(make_lm, batch):

@@ -116,6 +116,8 @@ def test_files_are_private_and_gone_after_close(kind, tmp_path, weights):
 def test_what_a_crashed_run_left_behind_is_swept_and_other_files_are_not(kind, tmp_path, weights):
     crashed = make_publisher(kind, tmp_path, weights(0))
     crashed.publish(weights(1), 9)
+    left_behind = list(tmp_path.iterdir())
+    assert left_behind
     (tmp_path / "metrics.jsonl").write_text("{}")
     publisher = make_publisher(kind, tmp_path, weights(0))
     reader = open_reader(publisher.address())
@@ -123,6 +125,9 @@ def test_what_a_crashed_run_left_behind_is_swept_and_other_files_are_not(kind, t
     publisher.publish(weights(2), 0)
     assert reader.load()[1] == 0
     assert (tmp_path / "metrics.jsonl").exists()
+    weight_files = [p for p in left_behind if p.name.startswith("weights-")]
+    assert weight_files
+    assert not any(p.exists() for p in weight_files)
 
 
 def test_a_file_that_others_could_have_written_is_refused(kind, tmp_path, weights):

@@ -67,9 +67,9 @@ def _cut(run: ModuleRun, leaf: Any, row: int) -> Any:
 def _check_same(run: ModuleRun, again: Tensor, first: Tensor | None) -> None:
     if first is None:
         return
-    same_shape = again.shape == first.shape
+    same_kind = again.shape == first.shape and again.dtype == first.dtype
     limit = SAME.get(first.dtype, 5e-2) * float(first.abs().amax()) if first.numel() else 0.0
-    if not same_shape or not bool(((again.detach() - first).abs() <= limit + torch.finfo(first.dtype).tiny).all()):
+    if not same_kind or not bool(((again.detach() - first).abs() <= limit + torch.finfo(first.dtype).tiny).all()):
         raise run.error(
             "gives another output when run again on one trajectory alone (dropout, state, or rows that mix)"
         )
