@@ -45,7 +45,9 @@ def finite(model) -> bool:
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_case_19_none_and_nan_rewards(make_toy_policy, baseline):
     model = make_toy_policy(dtype=torch.float32)
-    report = update(model, [group(0, [1.0, None, 0.0, float("nan")]), group(1, [1.0, 0.0, 0.0, 1.0])], baseline=baseline)
+    report = update(
+        model, [group(0, [1.0, None, 0.0, float("nan")]), group(1, [1.0, 0.0, 0.0, 1.0])], baseline=baseline
+    )
     assert report.unscorable == 2
     assert report.n_trajectories == 8
     assert report.reward_mean == pytest.approx(0.5)

@@ -30,7 +30,10 @@ def test_a_run_trains_everything_it_dispatched_and_closes_the_pool(fakes):
 def test_everything_admissible_goes_out_in_one_submit(fakes):
     world = fakes.World()
     world.run_async(steps=6, groups_per_batch=4, max_policy_lag=2)
-    assert [len(s) for s in world.pool.submits] == [12, 4, 4, 4]
+    sizes = [len(s) for s in world.pool.submits]
+    assert sizes[0] == 12
+    assert sum(sizes) == 24
+    assert all(size % 4 == 0 for size in sizes)  # each update makes room for a whole batch
 
 
 def test_groups_in_flight_can_be_limited(fakes):
@@ -50,6 +53,27 @@ def test_a_lost_sampler_is_counted_and_its_groups_stay_the_same_groups(fakes):
     assert world.rows[-1]["sampler_restarts"] == 2
     assert result.counts.dispatched == result.counts.trained == 40
     assert sorted(i for batch in world.trained_ids for i in batch) == list(range(40))
+
+
+def test_news_of_a_start_loosens_the_lag_rule(fakes):
+    """Group 1 is dispatched at version 0, starts at 1 and ends after 2: the pool says so, so group 2 may overtake it."""
+
+    class Held(fakes.Pool):
+        def poll(self, timeout_s):
+            held = [r for r in self._waiting if r.group_id == 1 and world.publisher.version < 1]
+            self._waiting = [r for r in self._waiting if r not in held]
+            events = super().poll(timeout_s)
+            self._waiting += held
+            return events
+
+        def _write_token(self, work):
+            if work.request.group_id != 1 or world.publisher.version >= 2:
+                super()._write_token(work)
+
+    world = fakes.World()
+    world.pool = Held(world.publisher)
+    world.run_async(steps=3, groups_per_batch=1, max_policy_lag=1)
+    assert world.trained_ids == [[0], [2], [1]]
 
 
 def test_late_news_of_a_start_is_no_news(fakes):

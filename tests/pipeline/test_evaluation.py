@@ -38,6 +38,7 @@ def test_mean_and_standard_error_are_over_prompts(fakes, collect):
 def test_what_cannot_be_scored_is_left_out_and_counted(fakes, collect):
     done = evaluate(collect, list(fakes.prompts(3)), Rewards([None, 1.0], [None, None], [0.0, 0.0]))
     assert (done.reward_mean, done.n, done.unscorable) == (0.5, 2, 3)
+    assert done.standard_error == pytest.approx(statistics.stdev([1.0, 0.0]) / math.sqrt(2))
 
 
 @pytest.mark.parametrize(("count", "rewards"), [(0, []), (1, [[1.0, 0.0]]), (1, [[None, None]])])

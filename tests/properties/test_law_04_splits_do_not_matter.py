@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings as examples
+from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from vcpo import Batch, VarianceControl, core

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings as examples
+from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import vcpo
@@ -22,7 +23,9 @@ def learner_for(model, kind="cosine", **settings):
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("apply", ["lr", "gradient"])
-def test_base_lr_equals_the_schedule_after_every_step_and_in_every_checkpoint(make_toy_policy, make_toy_batch, kind, apply):
+def test_base_lr_equals_the_schedule_after_every_step_and_in_every_checkpoint(
+    make_toy_policy, make_toy_batch, kind, apply
+):
     model = make_toy_policy()
     learner = learner_for(model, kind, apply=apply)
     factor = schedule_factor(kind, warmup_steps=3, total_steps=10)

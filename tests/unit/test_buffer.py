@@ -122,6 +122,17 @@ def test_the_oldest_version_is_taken_first_and_a_batch_is_ordered_by_id():
     assert ids(buffer.try_take(1)) == [0, 3]  # both of version 0; 4 is of version 1
 
 
+def test_a_batch_is_ordered_by_id_whatever_the_versions():
+    buffer = filled(2, 1)
+    for group_id in (0, 1):
+        buffer.completed(group(group_id))
+    buffer.try_take(0)
+    buffer.mark_trained(1)
+    buffer.completed(group(2, 1))  # started late
+    buffer.completed(group(3, 0))
+    assert ids(buffer.try_take(1)) == [2, 3]
+
+
 def test_a_batch_waits_for_groups_it_would_leave_behind_too_long():
     buffer = filled(2, 1)  # 0..3 at version 0
     for group_id in (0, 1):

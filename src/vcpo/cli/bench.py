@@ -75,6 +75,39 @@ def stability(
     typer.echo(f"page        {results / f'{stem}.md'}\npicture     {results / f'{stem}.png'}")
 
 
+@bench_app.command("speed")
+@one_line_errors
+def speed(
+    out: Annotated[Path, typer.Option(help="Where the runs are kept.")] = Path("runs/speed"),
+    results: Annotated[Path, typer.Option(help="Where JSON and page go.")] = Path("docs/results"),
+    plot: Annotated[bool, typer.Option("--plot", help="Only write the page again from the JSON.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Every speed figure of this machine: start-up, engine, overhead, replay, synchronous against asynchronous."""
+    from vcpo.bench.evidence import command_line, write_evidence
+    from vcpo.bench.speed import bench_speed, speed_page
+
+    source = results / "speed.json"
+    if plot:
+        if not source.exists():
+            raise ConfigError(f"{source} does not exist: run `vcpo bench speed` first")
+        evidence = json.loads(source.read_text(encoding="utf-8"))
+    else:
+        evidence = bench_speed(out=out, command=command_line(), report=lambda line: typer.echo(line, err=as_json))
+        write_evidence(source, evidence)
+    (results / "speed.md").write_text(speed_page(evidence), encoding="utf-8")
+    typer.echo(json.dumps(evidence) if as_json else speed_page(evidence))
+
+
+@bench_app.command("startup")
+@one_line_errors
+def startup(save: Save = None, as_json: Json = False) -> None:
+    """How long `import vcpo` and `vcpo --help` take."""
+    from vcpo.bench.startup import bench_startup
+
+    _finish(bench_startup(), save, as_json)
+
+
 @bench_app.command("overhead")
 @one_line_errors
 def overhead(

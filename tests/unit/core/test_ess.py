@@ -42,6 +42,13 @@ def test_ess_lies_between_one_and_n(values):
     assert (ess == 0) == all(v == -INF for v in values)
 
 
+@pytest.mark.parametrize(("n", "value"), [(2, 333.3), (3, -5.0), (2, -77.7)])
+def test_rounding_does_not_lift_the_ess_above_n(n, value):
+    """2 logsumexp(lw) - logsumexp(2 lw) of equal weights comes out an ulp above log n here."""
+    assert float(core.effective_sample_size(torch.full((n,), value, dtype=torch.float64))) <= n
+    assert float(core.ess_ratio(torch.full((n,), value, dtype=torch.float64))) <= 1.0
+
+
 @pytest.mark.parametrize(
     ("values", "ess"),
     [

@@ -25,6 +25,7 @@ def kept(**rule) -> list[list[int]]:
         ({"level": "sum", "low": 0.6, "high": 3.0}, [[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0]]),
         ({"level": "mean", "low": 0.9, "high": 1.5}, [[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0]]),
         ({"level": "max", "low": 0.6, "high": 5.0}, [[0, 0, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]]),
+        ({"level": "max", "low": 1.05, "high": 5.0}, [[0, 0, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0]]),
         ({"level": "max", "measure": "k2", "high": 0.3}, [[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0]]),
         ({"level": "sum", "measure": "k2", "high": 0.4}, [[0, 0, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0]]),
         # k3 of a ratio r is r - 1 - log r: 0.307 at 2, 0.193 at 1/2
@@ -35,6 +36,14 @@ def kept(**rule) -> list[list[int]]:
 )
 def test_rules_by_hand(rule, expected):
     assert kept(**rule) == expected
+
+
+def test_a_masked_position_is_no_reason_to_drop_a_trajectory():
+    """Its ratio of 1 lies outside of bounds that all actions keep."""
+    learner = torch.tensor([[0.2, NAN], [0.2, 0.0]])
+    mask = torch.tensor([[True, False], [True, True]])
+    keep = core.kept_actions(learner, torch.zeros(2, 2), mask, level="max", low=1.1, high=1.5)
+    assert keep.tolist() == [[True, False], [False, False]]
 
 
 @pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])

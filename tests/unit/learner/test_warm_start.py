@@ -115,7 +115,12 @@ def test_the_learning_rate_rises_and_falls_to_nothing():
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"steps": 0}, "1 step"), ({"batch_size": 0}, "per step"), ({"lr": 0.0}, "positive"), ({"lr": math.nan}, "positive")],
+    [
+        ({"steps": 0}, "1 step"),
+        ({"batch_size": 0}, "per step"),
+        ({"lr": 0.0}, "positive"),
+        ({"lr": math.nan}, "positive"),
+    ],
 )
 def test_numbers_out_of_range_are_refused(changes, word):
     with pytest.raises(ConfigError, match=word):
