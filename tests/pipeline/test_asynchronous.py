@@ -8,6 +8,7 @@ import time
 import pytest
 
 from vcpo.errors import RolloutError
+from vcpo.metrics import METRICS
 from vcpo.rollout.pool import GroupStarted
 
 pytestmark = pytest.mark.timeout(60)
@@ -217,3 +218,10 @@ def test_silence_of_the_whole_pool_ends_the_run(fakes):
     with pytest.raises(RolloutError, match=r"for 0\.3 s while the learner waited for a batch of 4"):
         world.run_async(steps=3, stall_timeout_s=0.3)
     assert world.pool.closed > 0
+
+
+def test_every_column_is_in_the_one_list_of_metric_names(fakes):
+    for run, options in (("run_async", {"max_policy_lag": 1}), ("run_replay", {"policy_lag": 1})):
+        world = fakes.World()
+        getattr(world, run)(steps=2, **options)
+        assert set(world.rows[-1]) <= set(METRICS)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from vcpo.errors import ConfigError
 from vcpo.types import Prompt
 
-HELDOUT_SHARE = 1 / 16
-_DRAWS_PER_PROMPT = 400  # 25 times what a large task needs on average
+HELDOUT_SHARE = 1 / 8
+_DRAWS_PER_PROMPT = 200  # 25 times what a large task needs on average
 
 
 def unit_hash(text: str) -> float:
