@@ -61,6 +61,7 @@ def build_policy(config: RunConfig, task: Task, report: WarmStartReport | None =
         steps=warm.steps,
         batch_size=warm.batch_size,
         lr=warm.lr,
+        lr_schedule=warm.lr_schedule,
         seed=warm.seed,
         report=tell,
     )
@@ -78,6 +79,7 @@ def _load(config: RunConfig, task: Task, *, seed: int) -> Policy:
         alphabet=task.alphabet if policy.tokenizer == "characters" else None,
         dtype=policy.dtype,
         seed=seed,
+        initialization=policy.initialization,
     )
 
 

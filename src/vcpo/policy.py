@@ -32,6 +32,7 @@ __all__ = [
     "seeded",
 ]
 
+INITIALIZATIONS = ("transformers", "torch")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 _SET_ELSEWHERE = {
@@ -64,13 +65,18 @@ def load_policy(
     alphabet: str | None = None,
     dtype: str = "float32",
     seed: int = 0,
+    initialization: str = "transformers",
 ) -> Policy:
     """Load a policy from a folder or hub id (`path`), or build one with random weights (`architecture`).
 
     `architecture` is a model type and its settings: ``{"model_type": "llama", "hidden_size": 64, ...}``; weights are
     drawn under `seed` and torch's global generator is left as found. `tokenizer` is "characters" (with `alphabet`) or
-    a folder or hub id; for a `path` it defaults to the one stored there. Raises ConfigError, in one line.
+    a folder or hub id; for a `path` it defaults to the one stored there. `initialization` of an architecture:
+    "transformers" (the library's, one std for all) or "torch" (embeddings N(0, 1), linear layers by fan-in).
+    Raises ConfigError, in one line.
     """
+    if initialization not in INITIALIZATIONS:
+        raise ConfigError(f"initialization must be one of {', '.join(INITIALIZATIONS)}, got {initialization!r}")
     if (path is None) == (architecture is None):
         raise ConfigError("give the policy a path (folder or hub id) or an architecture, and not both")
     if dtype not in DTYPES:
@@ -85,13 +91,13 @@ def load_policy(
             raise ConfigError('a policy of a new architecture needs a tokenizer: "characters", a folder or a hub id')
         place = f"architecture {architecture.get('model_type', '?')!r}"
         tok = _load_tokenizer(tokenizer, alphabet)
-        model = _random_model(architecture, tok, DTYPES[dtype], seed)
+        model = _random_model(architecture, tok, DTYPES[dtype], seed, initialization)
     rows = _embedding_rows(model)
     largest = max(tok.get_vocab().values(), default=-1)
     if largest >= rows:
         raise ConfigError(
-            f"tokenizer and model of {place} do not match: token ids go up to {largest}, the model has {rows} embedding "
-            "rows; give the tokenizer that the model was trained with"
+            f"tokenizer and model of {place} do not match: token ids go up to {largest}, embeddings to {rows - 1}; "
+            "give the tokenizer that the model was trained with"
         )
     pad, eos = _special_ids(tok, model, place)
     return Policy(model=model.eval(), tokenizer=tok, pad_token_id=pad, eos_token_id=eos)
@@ -172,7 +178,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 def _random_model(
-    architecture: Mapping[str, Any], tok: PreTrainedTokenizerBase, dtype: torch.dtype, seed: int
+    architecture: Mapping[str, Any], tok: PreTrainedTokenizerBase, dtype: torch.dtype, seed: int, initialization: str
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -185,10 +191,22 @@ def _random_model(
         config = config_cls(**settings, **ids)
         with seeded(seed):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+            if initialization == "torch":
+                _torch_defaults(model)
     except Exception as exc:  # the library validates in many ways; whatever it says is about these settings
         raise ConfigError(f"policy architecture cannot be built: {_one_line(exc)}") from exc
     # Drawn in fp32 and rounded, so that one seed is one policy in every dtype.
     return model.to(dtype)
+
+
+def _torch_defaults(model: torch.nn.Module) -> None:
+    """Embeddings N(0, 1) and linear layers at torch's own scale: fan-in instead of one std for all.
+
+    At a width of 64 the usual std of 0.02 leaves weights so small that an optimizer step of 1e-3 turns the policy over.
+    """
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            module.reset_parameters()
 
 
 def _config_class(model_type: Any) -> type:

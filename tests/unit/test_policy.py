@@ -110,6 +110,15 @@ def test_a_seed_is_a_policy_and_the_global_generator_is_left_alone():
     assert not one.model.training
 
 
+def test_torch_initialization_is_wider_and_also_a_function_of_the_seed():
+    usual, one, same = tiny(), tiny(initialization="torch"), tiny(initialization="torch")
+    assert torch.equal(one.model.lm_head.weight, same.model.lm_head.weight)
+    assert usual.model.get_input_embeddings().weight.std() < 0.03
+    assert 0.8 < one.model.get_input_embeddings().weight.std() < 1.2
+    bound = 16**-0.5  # fan-in of the output layer
+    assert 0.9 * bound < one.model.lm_head.weight.abs().max() <= bound
+
+
 def test_bfloat16_is_the_same_policy_rounded():
     full, half = tiny(seed=3), tiny(seed=3, dtype="bfloat16")
     for a, b in zip(full.model.parameters(), half.model.parameters(), strict=True):
@@ -181,6 +190,7 @@ def test_importing_the_module_loads_no_transformers():
     [
         ({"architecture": None}, ["path", "architecture"]),
         ({"path": "x"}, ["not both"]),
+        ({"initialization": "xavier"}, ["xavier", "transformers, torch"]),
         ({"dtype": "float31"}, ["float31", "float32, bfloat16"]),
         ({"tokenizer": None}, ["tokenizer", "characters"]),
         ({"alphabet": None}, ["alphabet"]),
@@ -192,7 +202,7 @@ def test_importing_the_module_loads_no_transformers():
         ({"architecture": {**TINY, "num_attention_heads": 3}}, ["attention"]),
         ({"architecture": {**TINY, "eos_token_id": 3}}, ["eos_token_id", "tokenizer"]),
         ({"architecture": {**TINY, "dtype": "bfloat16"}}, ["dtype", "policy.dtype"]),
-        ({"architecture": {**TINY, "vocab_size": 10}}, ["do not match", "14", "10"]),
+        ({"architecture": {**TINY, "vocab_size": 14}}, ["do not match", "14", "13"]),
         ({"architecture": None, "path": "./no/such"}, ["'./no/such'", "folder"]),
         ({"architecture": None, "path": "/no/such"}, ["'/no/such'", "folder"]),
         ({"architecture": None, "path": "a/b/c"}, ["'a/b/c'", "folder"]),

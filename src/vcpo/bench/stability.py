@@ -31,9 +31,11 @@ _TIS = {"variance_control.baseline": "group_mean", "variance_control.step_contro
 METHODS: dict[str, dict[str, Any]] = {
     "sync": {**_TIS, "rollout.max_policy_lag": 0},
     "tis": _TIS,
+    "ess": {"variance_control.baseline": "group_mean", "variance_control.step_control": "ess"},
+    "opob": {"variance_control.baseline": "optimal", "variance_control.step_control": "none"},
     "vcpo": {"variance_control.baseline": "optimal", "variance_control.step_control": "ess"},
 }
-"""name -> what it sets in the cell. sync: lag 0. tis: truncated sequence weights alone."""
+"""name -> what it sets in the cell. sync: lag 0. tis: truncated sequence weights alone. ess, opob: VCPO's parts alone."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Grid:
 
 
 GRIDS = {
-    "smoke": Grid("smoke", ("sync", "tis", "vcpo"), (2e-3,), (16,), 80, (0, 1, 2)),
-    "quick": Grid("quick", ("sync", "tis", "vcpo"), (2e-3,), (16,), 80, (0, 1, 2, 3, 4)),
+    "smoke": Grid("smoke", ("sync", "tis", "ess", "opob", "vcpo"), (1e-3,), (16,), 80, (0, 1, 2)),
+    "quick": Grid("quick", ("sync", "tis", "vcpo"), (1e-3,), (16,), 80, (0, 1, 2, 3, 4)),
 }
 
 

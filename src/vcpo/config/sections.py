@@ -32,6 +32,9 @@ class PolicyConfig(Section):
     """Keyword arguments of the model's transformers config, `model_type` among them; weights are random."""
     tokenizer: str | None = None
     """`characters` (one token a character of the task's alphabet), or a folder or hub id; unset: the one of `path`."""
+    initialization: Literal["transformers", "torch"] = "transformers"
+    """Fresh weights of an `architecture`: one std for all (transformers), or embeddings N(0, 1) and linear layers by their
+    fan-in (torch), which keeps optimizer steps small beside the weights in narrow models."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and forward passes."""
 
@@ -54,6 +57,8 @@ class WarmStartConfig(Section):
     """Demonstrations per step."""
     lr: Positive = 3e-3
     """Peak learning rate."""
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    """After a short warm-up: down to 0, or constant. A constant rate ends in a flatter place, where RL moves less abruptly."""
     noise: Probability = 0.0
     """Chance that a part of a demonstration is replaced at random: how much is left for RL to learn."""
     seed: CountOrZero = 0

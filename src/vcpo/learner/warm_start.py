@@ -25,6 +25,7 @@ from vcpo.policy import Policy, forward_logits, save_policy, seeded
 
 FORMAT_VERSION = 1
 """Counts up when the training below changes what it computes: older cache entries are then not used."""
+LR_SCHEDULES = ("cosine", "constant")
 _MANIFEST = "warm_start.json"
 _KEY_DEMONSTRATIONS = 256
 _STALE_S = 86_400
@@ -41,16 +42,20 @@ def supervised_warm_start(
     batch_size: int,
     lr: float,
     seed: int,
+    lr_schedule: str = "cosine",
     report: Report | None = None,
 ) -> float:
     """Train `policy` in place on (prompt, completion) texts and return the mean loss of the last tenth of the steps.
 
     loss = -mean log pi(token) in nats over completion tokens, EOS included; AdamW(0.9, 0.99), no weight decay, gradient
-    norm clipped at 1, learning rate warmed up over a twentieth of the steps, then a cosine down to 0. `seed` decides
-    dropout; torch's generators and the model's mode are left as found. `report(step, loss)` is called once per step.
+    norm clipped at 1, learning rate warmed up over a twentieth of the steps, then `lr_schedule`: "cosine" down to 0, or
+    "constant". `seed` decides dropout; torch's generators and the model's mode are left as found. `report(step, loss)`
+    is called once per step.
     Raises ConfigError for numbers out of range or when the demonstrations run out.
     """
     _check_numbers(steps=steps, batch_size=batch_size, lr=lr)
+    if lr_schedule not in LR_SCHEDULES:
+        raise ConfigError(f"lr_schedule of a warm start must be one of {', '.join(LR_SCHEDULES)}, got {lr_schedule!r}")
     model = policy.model
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
@@ -65,7 +70,7 @@ def supervised_warm_start(
                     raise ConfigError(f"the demonstrations ran out at step {step} of {steps}: give an endless iterator")
                 ids, targets = _batch(policy, texts)
                 for group in optimizer.param_groups:
-                    group["lr"] = lr * _schedule(step, steps)
+                    group["lr"] = lr * _schedule(step, steps, lr_schedule)
                 loss = _loss(policy, ids.to(device), targets.to(device))
                 optimizer.zero_grad()
                 loss.backward()
@@ -91,6 +96,7 @@ def cached_warm_start(
     batch_size: int,
     lr: float,
     seed: int,
+    lr_schedule: str = "cosine",
     report: Report | None = None,
 ) -> Path:
     """A Hugging Face folder with the warm-started policy: taken from `cache_dir` if it is there whole, else trained.
@@ -101,7 +107,7 @@ def cached_warm_start(
     """
     _check_numbers(steps=steps, batch_size=batch_size, lr=lr)
     policy = make_policy()
-    numbers = {"steps": steps, "batch_size": batch_size, "lr": lr, "seed": seed}
+    numbers = {"steps": steps, "batch_size": batch_size, "lr": lr, "seed": seed, "lr_schedule": lr_schedule}
     digest = _digest(policy, demonstrations(), {**numbers, "key": dict(key)})
     folder = Path(cache_dir) / f"warm-start-{digest}"
     if _is_whole(folder):
@@ -134,10 +140,12 @@ def _check_numbers(*, steps: int, batch_size: int, lr: float) -> None:
         raise ConfigError(f"the learning rate of a warm start must be a positive number, got {lr}")
 
 
-def _schedule(step: int, steps: int) -> float:
+def _schedule(step: int, steps: int, kind: str) -> float:
     warmup = max(1, steps // 20)
     if step < warmup:
         return (step + 1) / warmup
+    if kind == "constant":
+        return 1.0
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 

@@ -18,6 +18,7 @@ from vcpo.types import Prompt
 
 COMPACT_ALPHABET = "0123456789+-*/() =>"
 QUESTION_ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+_HELDOUT_SHARE = 1 / 8  # with the default options there are only about 4,300 problems
 _POOL = 20_000  # problems that demonstrations draw from; making one costs about as much as training on it
 
 
@@ -28,7 +29,7 @@ class Countdown:
     min_numbers: int = 3
     max_numbers: int = 3
     """Numbers in a problem, 2 to 12."""
-    max_value: int = 9
+    max_value: int = 12
     """The largest given number; the smallest is 1."""
     max_target: int = 99
     """The largest target; the smallest is 1."""
@@ -58,11 +59,12 @@ class Countdown:
 
     def train_prompts(self, seed: int) -> Iterator[Prompt]:
         """Generated problems without end, held-out ones left out."""
-        return (p for p in self._prompts(f"train/{seed}") if not is_heldout(_key(p)))
+        return (p for p in self._prompts(f"train/{seed}") if not is_heldout(_key(p), share=_HELDOUT_SHARE))
 
     def heldout_prompts(self, count: int) -> list[Prompt]:
         """The first `count` held-out problems; the same numbers in another order count as the same problem."""
-        return first_heldout(self._prompts("held out"), count, key=_key, task="countdown with these options")
+        name = "countdown with these options"
+        return first_heldout(self._prompts("held out"), count, key=_key, task=name, share=_HELDOUT_SHARE)
 
     def score(
         self,

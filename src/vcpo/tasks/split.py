@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from vcpo.errors import ConfigError
 from vcpo.types import Prompt
 
-HELDOUT_SHARE = 1 / 8
-_DRAWS_PER_PROMPT = 200  # 25 times what a large task needs on average
+HELDOUT_SHARE = 1 / 16
+_DRAWS_IN_VAIN = 4000  # a new prompt turns up every 8 or 16 draws, until nearly all have been seen
 
 
 def unit_hash(text: str) -> float:
@@ -17,23 +17,25 @@ def unit_hash(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def is_heldout(key: str) -> bool:
-    """Whether the prompt with this key belongs to the held-out side."""
-    return unit_hash(f"held out/{key}") < HELDOUT_SHARE
+def is_heldout(key: str, *, share: float = HELDOUT_SHARE) -> bool:
+    """Whether the prompt with this key belongs to the held-out side, which gets `share` of all prompts."""
+    return unit_hash(f"held out/{key}") < share
 
 
-def first_heldout(prompts: Iterator[Prompt], count: int, *, key: Callable[[Prompt], str], task: str) -> list[Prompt]:
+def first_heldout(
+    prompts: Iterator[Prompt], count: int, *, key: Callable[[Prompt], str], task: str, share: float = HELDOUT_SHARE
+) -> list[Prompt]:
     """The first `count` different held-out prompts of an endless stream; ConfigError if the task has too few."""
     found: dict[str, Prompt] = {}
-    for _ in range(_DRAWS_PER_PROMPT * max(count, 1)):
-        if len(found) >= count:
-            break
+    in_vain = 0
+    while len(found) < count:
         prompt = next(prompts)
-        if is_heldout(key(prompt)):
-            found.setdefault(key(prompt), prompt)
-    if len(found) < count:
-        raise ConfigError(
-            f"task {task} has only about {len(found)} held-out prompts, {count} were asked for: evaluate on fewer prompts "
-            "or make the task larger"
-        )
+        if is_heldout(key(prompt), share=share) and key(prompt) not in found:
+            found[key(prompt)] = prompt
+            in_vain = 0
+        elif (in_vain := in_vain + 1) > _DRAWS_IN_VAIN:
+            raise ConfigError(
+                f"task {task} has only about {len(found)} held-out prompts, {count} were asked for: "
+                "evaluate on fewer prompts or make the task larger"
+            )
     return list(found.values())

@@ -104,18 +104,29 @@ def test_the_models_mode_is_left_as_found_and_no_gradient_stays(training):
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing():
-    factors = [warm_start._schedule(step, 100) for step in range(101)]
+    factors = [warm_start._schedule(step, 100, "cosine") for step in range(101)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[5] == 1.0
     assert all(a > b for a, b in itertools.pairwise(factors[5:]))
     assert factors[100] == pytest.approx(0.0, abs=1e-12)
     assert factors[99] > 0
-    assert warm_start._schedule(0, 1) == 1.0
+    assert warm_start._schedule(0, 1, "cosine") == 1.0
+    assert [warm_start._schedule(step, 100, "constant") for step in (0, 4, 5, 99)] == pytest.approx([0.2, 1, 1, 1])
+
+
+def test_the_schedule_is_what_the_optimizer_steps_with():
+    results = []
+    for schedule in ("cosine", "constant"):
+        policy = make_policy()
+        supervised_warm_start(policy, demonstrations(), **NUMBERS, lr_schedule=schedule)
+        results.append(weights(policy))
+    assert not torch.equal(*results)
 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
+        ({"lr_schedule": "linear"}, "cosine, constant"),
         ({"steps": 0}, "1 step"),
         ({"batch_size": 0}, "per step"),
         ({"lr": 0.0}, "positive"),
@@ -172,6 +183,7 @@ def other_demonstrations():
         {"batch_size": 3},
         {"lr": 0.02},
         {"seed": 1},
+        {"lr_schedule": "constant"},
         {"key": {"task": "letters", "noise": 0.1}},
         {"make": lambda: make_policy(seed=1)},
         {"make": lambda: make_policy(num_hidden_layers=2)},

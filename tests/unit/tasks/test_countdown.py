@@ -42,7 +42,16 @@ def test_fractions_on_the_way_are_allowed_and_division_by_zero_is_not():
 
 @pytest.mark.parametrize(
     "completion",
-    ["9**9**9**9", "9^9^9^9", "9" * 100_000, "(" * 100_000, "9*" * 50_000 + "9", "factorial(999999)", "().__class__"],
+    [
+        "9**9**9**9",
+        "9^9^9^9",
+        "999999*999999*999999",
+        "9" * 100_000,
+        "(" * 100_000,
+        "9*" * 50_000 + "9",
+        "factorial(999999)",
+        "().__class__",
+    ],
 )
 def test_case_23_hostile_answers_earn_nothing_without_being_evaluated(completion, monkeypatch):
     def must_not_be_called(*_):
@@ -85,7 +94,7 @@ def test_prompts_are_compact_and_solvable():
         assert prompt.text == f"{' '.join(map(str, numbers))}={target}>"
         assert prompt.prompt_id == f"countdown/{prompt.text[:-1]}"
         assert len(numbers) == 3
-        assert max(numbers) <= 9
+        assert max(numbers) <= 12
         assert 1 <= target <= 99
         assert reward(prompt.columns["solution"], numbers, target) == 1.0
 
@@ -100,7 +109,7 @@ def test_demonstrations_are_solutions_over_the_alphabet_and_noise_spoils_them():
         return sum(reward(c, columns[p]["numbers"], columns[p]["target"]) for p, c in rows) / 300
 
     assert share_right(0.0) == 1.0
-    assert 0.2 < share_right(0.3) < 0.6
+    assert 0.1 < share_right(0.3) < 0.35
 
 
 def test_demonstrations_go_on_from_their_pool(monkeypatch):

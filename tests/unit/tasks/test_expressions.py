@@ -56,6 +56,7 @@ def test_arithmetic_is_read(text, numbers):
         "3\t+5",
         "\u0663+5",
         "3\u00b2",
+        "3\u0663",
         "3\u00d75",
         "x",
         "factorial(9)",

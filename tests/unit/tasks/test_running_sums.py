@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given
@@ -55,6 +55,7 @@ def test_a_whole_chain_with_the_right_last_digit_earns_one(completion):
         RIGHT.replace("8+0", "8 + 0"),
         RIGHT.replace("2", "\u0662"),  # a digit two, but of another script
         RIGHT.replace("2", "\uff12"),
+        RIGHT.replace("4", "\u0664"),
         RIGHT[:-1] + "12",
         "9**9**9**9",
         "__import__('os')",
@@ -89,6 +90,8 @@ def test_turned_rewards_are_the_announced_share_and_always_the_same_ones():
     assert task.score(prompts[::-1], completions[::-1]) == rewards[::-1]
     assert RunningSums(flip_rewards=0.2, flip_seed=2).score(prompts, completions) != rewards
     assert set(RunningSums(flip_rewards=1.0).score(prompts, completions)) == {0.0}
+    of_one_prompt = [RIGHT.replace("|", "|" + "_" * i) for i in range(50)]
+    assert set(task.score([PROMPT] * 50, of_one_prompt)) == {0.0, 1.0}
 
 
 # ---- demonstrations ----
@@ -107,7 +110,7 @@ def test_demonstrations_without_noise_are_right_and_over_the_alphabet():
         links = re.findall(r"(\d)\+(\d)=(\d)", completion)
         assert [int(c) for _, _, c in links] == [(int(a) + int(b)) % 10 for a, b, _ in links]
         assert prompt[0] + "".join(b for _, b, _ in links) + ">" == prompt
-        assert all(c == a for (_, _, c), (a, _, _) in zip(links, links[1:], strict=False))
+        assert all(c == a for (_, _, c), (a, _, _) in pairwise(links))
 
 
 def test_noisy_demonstrations_go_on_from_what_was_written_and_end_right_as_often_as_the_formula_says(noisy):
@@ -117,7 +120,7 @@ def test_noisy_demonstrations_go_on_from_what_was_written_and_end_right_as_often
     assert abs(sum(rewards) / len(rewards) - expected) < 4 * math.sqrt(expected * (1 - expected) / len(rewards))
     for _, completion in noisy[:500]:
         links = re.findall(r"(\d)\+(\d)=(\d)", completion)
-        assert all(c == a for (_, _, c), (a, _, _) in zip(links, links[1:], strict=False))
+        assert all(c == a for (_, _, c), (a, _, _) in pairwise(links))
     sums = [link for _, c in noisy for link in re.findall(r"(\d)\+(\d)=(\d)", c)]
     share = sum((int(a) + int(b)) % 10 == int(c) for a, b, c in sums) / len(sums)
     assert abs(share - 0.73) < 0.005
@@ -128,6 +131,8 @@ def test_lengths_are_the_announced_ones(noisy):
     assert 37.2 < sum(tokens) / len(tokens) < 37.8
     assert min(tokens) == 36
     assert max(tokens) <= 48
+    short = [len(c) + 1 for _, c in islice(RunningSums(digits=3).demonstrations(0), 10_000)]
+    assert (min(short), max(short)) == (12, 16)
 
 
 def test_style_has_entropy_and_no_reward(noisy):

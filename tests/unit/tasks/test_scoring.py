@@ -79,7 +79,7 @@ def test_the_group_is_the_same_but_for_the_rewards():
 
 def test_a_function_without_catch_all_is_given_only_what_it_names():
     group = group_of("8", "9", answer="8", other=1)
-    assert rewards_of(lambda completions, answer: [c == a for c, a in zip(completions, answer)], group) == [1.0, 0.0]
+    assert rewards_of(lambda completions, answer: [c == answer[0] for c in completions], group) == [1.0, 0.0]
 
 
 def test_closures_partials_objects_and_async_functions_are_reward_functions():
