@@ -15,7 +15,9 @@ def bar(share: float) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).add_argument("--smoke", action="store_true", help="CI's mode: the same, it is short")
+    argparse.ArgumentParser(description=__doc__).add_argument(
+        "--smoke", action="store_true", help="CI's mode: the same, it is short"
+    )
 
     print("1. How many trajectories is this batch of 64 worth? Log weights with growing spread, as policy lag grows:")
     g = torch.Generator().manual_seed(0)
@@ -30,12 +32,16 @@ def main() -> None:
     log_weights = torch.zeros(64, dtype=torch.float64)
     log_weights[0] = 12.0
     truncated = core.truncated_weights(log_weights, 8.0).log()
-    print(f"   raw ess_ratio {float(core.ess_ratio(log_weights)):.3f}   after truncation at 8: {float(core.ess_ratio(truncated)):.3f}")
+    print(
+        f"   raw ess_ratio {float(core.ess_ratio(log_weights)):.3f}   after truncation at 8: {float(core.ess_ratio(truncated)):.3f}"
+    )
 
     print("\n3. Bad numbers shrink the step, never enlarge it:")
     broken = torch.tensor([0.0, 0.0, float("nan"), float("inf")], dtype=torch.float64)
     ratio = float(core.ess_ratio(broken))
-    print(f"   log weights {broken.tolist()} -> ess_ratio {ratio:.2f} (two of four carry weight), lr x {core.lr_scale(ratio):.2f}")
+    print(
+        f"   log weights {broken.tolist()} -> ess_ratio {ratio:.2f} (two of four carry weight), lr x {core.lr_scale(ratio):.2f}"
+    )
 
     print("\n4. One group of four: rewards, weights, score norms -> which baseline leaves the least variance?")
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
@@ -49,7 +55,9 @@ def main() -> None:
     }
     for name, baseline in candidates.items():
         moment = float(((log_weights.exp() * (rewards - baseline) * score_norms) ** 2).mean())
-        print(f"   {name:14s} b = {[round(b, 3) for b in baseline.tolist()]}   second moment of the gradient {moment:6.2f}")
+        print(
+            f"   {name:14s} b = {[round(b, 3) for b in baseline.tolist()]}   second moment of the gradient {moment:6.2f}"
+        )
 
 
 if __name__ == "__main__":

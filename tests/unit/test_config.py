@@ -64,7 +64,7 @@ def test_a_config_is_frozen(recipe):
         ("mode=sync", lambda c: c.mode, "sync"),
         ('mode="sync"', lambda c: c.mode, "sync"),
         ("learner.betas=[0.5, 0.9]", lambda c: c.learner.betas, (0.5, 0.9)),
-        ("rollout.partial_rollouts=true", lambda c: c.rollout.partial_rollouts, True),
+        ("rollout.sampler_logprobs=true", lambda c: c.rollout.sampler_logprobs, True),
         ("variance_control.max_grad_norm=off", lambda c: c.variance_control.max_grad_norm, "off"),
         ("variance_control.reference=auto", lambda c: c.variance_control.reference, "auto"),
         ("task.options.digits=5", lambda c: c.task.options, {"digits": 5}),
@@ -224,6 +224,7 @@ def test_a_staleness_threshold_is_refused_with_the_reason(recipe, word):
             ["mode=replay", "rollout.sampler_logprobs=false"],
             "rollout.sampler_logprobs = false with max_policy_lag = 4: ",
         ),
+        (["rollout.partial_rollouts=true"], "rollout.partial_rollouts = true is not available yet"),
         (["rollout.n=1"], "rollout.num_generations = 1: the baseline of a group compares its trajectories"),
         (["policy.architecture.model_type=llama"], "[policy] needs exactly one of path and architecture, both are set"),
         (

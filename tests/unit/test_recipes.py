@@ -13,7 +13,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
 
 def test_there_are_recipes():
-    assert {"quickstart", "quickstart-sync", "countdown", "stability"} <= {r.stem for r in RECIPES}
+    assert {"quickstart", "quickstart-sync", "countdown"} <= {r.stem for r in RECIPES}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)

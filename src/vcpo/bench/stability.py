@@ -51,8 +51,8 @@ class Grid:
 
 
 GRIDS = {
-    "smoke": Grid("smoke", ("sync", "tis", "ess", "opob", "vcpo"), (1e-3,), (16,), 80, (0, 1, 2)),
-    "quick": Grid("quick", ("sync", "tis", "vcpo"), (1e-3,), (16,), 80, (0, 1, 2, 3, 4)),
+    "smoke": Grid("smoke", ("sync", "tis", "ess", "vcpo"), (2e-3,), (16,), 80, (0, 1, 2)),
+    "quick": Grid("quick", ("sync", "tis", "ess", "vcpo"), (2e-3,), (16,), 80, (0, 1, 2, 3, 4)),
 }
 
 

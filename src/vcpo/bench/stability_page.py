@@ -9,7 +9,13 @@ from typing import Any
 from vcpo.bench.evidence import origin_lines
 
 COLOURS = {"sync": "#4d4d4d", "tis": "#d55e00", "vcpo": "#0072b2", "ess": "#009e73", "opob": "#cc79a7"}
-LABELS = {"sync": "synchronous (lag 0)", "tis": "sequence TIS", "vcpo": "VCPO (paper)", "ess": "ess step alone", "opob": "optimal baseline alone"}
+LABELS = {
+    "sync": "synchronous (lag 0)",
+    "tis": "sequence TIS",
+    "vcpo": "VCPO (paper)",
+    "ess": "ess step alone",
+    "opob": "optimal baseline alone",
+}
 
 
 def stability_page(evidence: dict[str, Any], picture: str, notes: str = "") -> str:

@@ -70,7 +70,7 @@ class TextConsole:
     def warm_start(self, step: int, steps: int, loss: float | None) -> None:
         if loss is None:
             typer.echo("warm start  taken from the cache")
-        elif self._due(step in (1, steps)):
+        elif self._due(step in (1, steps), every=5.0):
             typer.echo(f"warm start  {step}/{steps}  loss {loss:.3f} nat/token")
 
     def evaluated(self, step: int, evaluation: Evaluation, seconds: float) -> None:
@@ -94,9 +94,9 @@ class TextConsole:
     def summary(self, summary: RunSummary) -> None:
         typer.echo("\n".join(summary.lines()))
 
-    def _due(self, always: bool) -> bool:
+    def _due(self, always: bool, every: float | None = None) -> bool:
         now = self._clock()
-        if not always and now - self._last_line < self._every:
+        if not always and now - self._last_line < (self._every if every is None else every):
             return False
         self._last_line = now
         return True

@@ -192,7 +192,7 @@ def _lag(ax: Axes, rows: Rows, bound: int | None) -> None:
 
     ax.set_title("Realised policy lag")
     ax.set_ylabel("lag [versions]")
-    _draw(ax, rows, "policy_lag_max", "largest of the batch", color=ORANGE, drawstyle="steps-mid")
+    _draw(ax, rows, "policy_lag_max", "largest of the batch", color=ORANGE, linewidth=4, drawstyle="steps-mid")
     _draw(ax, rows, "policy_lag_median", "median of the batch", color=BLUE, drawstyle="steps-mid")
     if bound is not None:
         ax.axhline(bound, color=RED, linestyle="--", linewidth=1.3, label=f"bound {bound}")

@@ -54,9 +54,3 @@ def test_dry_run_tasks_and_help_of_a_command_do_without_torch(tmp_path):
 
 def test_an_unknown_command_exits_2():
     assert CliRunner().invoke(app, ["trian"]).exit_code == 2
-
-
-def test_a_benchmark_that_does_not_exist_yet_says_so():
-    result = CliRunner().invoke(app, ["bench", "stability"])
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: the stability benchmark is not available yet; ")
