@@ -113,5 +113,8 @@ class TrajectoryGroup:
 
 
 def _trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
-    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    return Trajectory(**lists)
+    fields: dict[str, Any] = dict(data)
+    for name in ("token_ids", "sampler_logprobs", "policy_versions", "action_mask"):
+        if fields.get(name) is not None:
+            fields[name] = tuple(fields[name])
+    return Trajectory(**fields)
