@@ -52,6 +52,7 @@ class Grid:
 
 GRIDS = {
     "smoke": Grid("smoke", ("sync", "tis", "ess", "vcpo"), (2e-3,), (16,), 80, (0, 1, 2)),
+    "rates": Grid("rates", ("sync", "tis", "ess", "vcpo"), (5e-4, 1e-3), (16,), 80, (0, 1)),
     "quick": Grid("quick", ("sync", "tis", "ess", "vcpo"), (2e-3,), (16,), 80, (0, 1, 2, 3, 4)),
 }
 

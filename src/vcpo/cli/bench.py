@@ -29,7 +29,12 @@ def _bench() -> None:
 @bench_app.command("stability")
 @one_line_errors
 def stability(
-    grid: Annotated[str, typer.Option(help="smoke (3 methods x 3 seeds) or quick (x 5 seeds).")] = "smoke",
+    grid: Annotated[
+        str,
+        typer.Option(
+            help="smoke (4 methods x 3 seeds), rates (two lower learning rates x 2 seeds) or quick (5 seeds)."
+        ),
+    ] = "smoke",
     seeds: Annotated[str | None, typer.Option(help="Seeds instead of the grid's own, such as 5,6,7.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps instead of the grid's own.")] = None,
     out: Annotated[Path, typer.Option(help="Where runs are kept; finished ones are not run again.")] = Path(
