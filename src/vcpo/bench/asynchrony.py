@@ -14,7 +14,7 @@ OVERLAP_SLACK = 1.2
 
 
 def bench_asynchrony(
-    *, steps: int = 60, max_policy_lag: int = 4, repeats: int = 3, out: Path, report: Callable[[str], None] = print
+    *, steps: int = 40, max_policy_lag: int = 4, repeats: int = 3, out: Path, report: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Wall seconds of the training loop (start-up left out): sync with 1 and 2 threads, async with one thread a side.
 
