@@ -9,6 +9,7 @@ from typing import Any
 from vcpo.bench.evidence import origin_lines
 
 COLOURS = {"sync": "#4d4d4d", "tis": "#d55e00", "vcpo": "#0072b2", "ess": "#009e73", "opob": "#cc79a7"}
+STYLES = ("-", "--", ":")
 LABELS = {
     "sync": "synchronous (lag 0)",
     "tis": "sequence TIS",
@@ -51,21 +52,25 @@ def plot_stability(evidence: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    rates = sorted({run["lr"] for run in evidence["runs"]})
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     panels = (
         ("reward_current", "reward of the current policy"),
         ("ess_ratio", "ess_ratio"),
         ("grad_norm", "gradient norm"),
     )
     for axis, (name, title) in zip(axes, panels, strict=True):
-        for (method, _, lag), part in _by_setting(evidence["runs"]):
+        for (method, lr, lag), part in _by_setting(evidence["runs"]):
             colour = COLOURS.get(method, "#009e73")
             curves = [[float("nan") if v is None else v for v in run["curves"][name]] for run in part]
             for curve in curves:
                 axis.plot(range(1, len(curve) + 1), curve, color=colour, alpha=0.3, linewidth=0.8)
             mean = [sum(values) / len(values) for values in zip(*curves, strict=False)]
-            label = f"{LABELS.get(method, method)}{f', lag {lag}' if lag else ''}"
-            axis.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=2.2, label=label)
+            style = STYLES[rates.index(lr) % len(STYLES)]
+            label = (
+                f"{LABELS.get(method, method)}{f', lag {lag}' if lag else ''}{f', lr {lr:g}' if len(rates) > 1 else ''}"
+            )
+            axis.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=2.2, linestyle=style, label=label)
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("optimizer step")
         axis.spines[["top", "right"]].set_visible(False)
@@ -73,7 +78,7 @@ def plot_stability(evidence: dict[str, Any], path: Path) -> None:
     axes[0].set_ylim(0, 1.02)
     axes[1].set_ylim(0, 1.02)
     axes[2].set_yscale("log")
-    axes[0].legend(loc="upper left", frameon=False, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
