@@ -20,7 +20,9 @@ def provenance(command: str) -> dict[str, Any]:
     return {
         "command": command,
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(
+            _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs/results")
+        ),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
