@@ -47,8 +47,8 @@ def _replay_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def speed_page(evidence: dict[str, Any]) -> str:
-    """Markdown of the figures, each beside its goal."""
+def speed_page(evidence: dict[str, Any], notes: str = "") -> str:
+    """Markdown of the figures, each beside its goal; notes are what a person has to add."""
     engine, replay, overhead = evidence["engine"], evidence["replay"], evidence["overhead"]
     middle = evidence["asynchrony"]["median"]
     starts = {row["what"]: row["wall_s"] for row in evidence["startup"]["rows"]}
@@ -73,8 +73,9 @@ def speed_page(evidence: dict[str, Any]) -> str:
         "Perfect overlap is max(g, l) / (g + l) of the faster synchronous setting (1 or 2 threads): generation "
         f"g = {middle['generation_s']:.1f} s, learner l = {middle['learner_s']:.1f} s, synchronous wall "
         f"{middle['sync_wall_s']:.1f} s ({middle['sync_threads']} threads), asynchronous wall {middle['async_wall_s']:.1f} s "
-        f"(median of {len(evidence['asynchrony']['pairs'])} pairs).",
+        f"({middle['async_threads']} learner threads beside one sampler; median of {len(evidence['asynchrony']['pairs'])} pairs).",
         "",
+        *([notes.strip(), ""] if notes.strip() else []),
         f"## What variance control costs over plain REINFORCE (T = {shape['tokens']}, B = {shape['batch_size']}, "
         f"d = {shape['width']}, {shape['layers']} layers, V = {shape['vocabulary']}, fp32, one thread)",
         "| score_norms | time ratio, median (min - max) | goal | peak memory ratio | goal |",

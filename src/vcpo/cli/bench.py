@@ -100,8 +100,10 @@ def speed(
     else:
         evidence = bench_speed(out=out, command=command_line(), report=lambda line: typer.echo(line, err=as_json))
         write_evidence(source, evidence)
-    (results / "speed.md").write_text(speed_page(evidence), encoding="utf-8")
-    typer.echo(json.dumps(evidence) if as_json else speed_page(evidence))
+    notes = results / "speed-notes.md"
+    page = speed_page(evidence, notes.read_text(encoding="utf-8") if notes.exists() else "")
+    (results / "speed.md").write_text(page, encoding="utf-8")
+    typer.echo(json.dumps(evidence) if as_json else page)
 
 
 @bench_app.command("startup")

@@ -49,6 +49,7 @@ def test_the_page_shows_figures_beside_goals(tmp_path):
                 "sync_wall_s": 11.5,
                 "sync_threads": 1,
                 "async_wall_s": 7.0,
+                "async_threads": 1,
             },
         },
         "overhead": {
