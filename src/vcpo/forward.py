@@ -21,14 +21,14 @@ def forward_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) 
     """
     real = attention_mask.bool()
     given = {"attention_mask": real.long(), "position_ids": position_ids(real), "use_cache": False}
-    accepted = inspect.signature(_innermost(model).forward).parameters
+    accepted = inspect.signature(innermost(model).forward).parameters
     output = model(torch.where(real, input_ids, 0), **{k: v for k, v in given.items() if k in accepted})
     if isinstance(output, Tensor):
         return output
     return output.logits if hasattr(output, "logits") else output[0]
 
 
-def _innermost(model: nn.Module) -> nn.Module:
+def innermost(model: nn.Module) -> nn.Module:
     """The model whose forward names its arguments: PEFT, DistributedDataParallel and torch.compile only pass them on."""
     while True:
         base = getattr(model, "get_base_model", None)

@@ -16,7 +16,7 @@ from vcpo.core.advantages import advantages
 from vcpo.core.baselines import optimal_baseline
 from vcpo.core.losses import policy_losses
 from vcpo.forward import forward_logits
-from vcpo.score_norms import loop, trajectory_gradient, two_pass
+from vcpo.score_norms import exact, loop, trajectory_gradient, two_pass
 
 FAMILY = "opob"
 
@@ -93,6 +93,7 @@ def brute_force(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = loop(model, batch)
     torch.testing.assert_close(norms, outputs["score_norm"], **close)
     torch.testing.assert_close(two_pass(model, batch), outputs["score_norm"], **close)
+    torch.testing.assert_close(exact(model, batch), outputs["score_norm"], **close)
     gradient = trajectory_gradient(model, batch, 0)
     parts = {name: float(g.square().sum()) for name, g in gradient.items()}
     assert parts == pytest.approx(outputs["param_score_sq_norm_row0"], rel=1e-9, abs=1e-12)

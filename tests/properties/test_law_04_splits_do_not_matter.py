@@ -11,6 +11,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from vcpo import Batch, VarianceControl, core
+from vcpo.score_norms import parts as parts_of_layers
 
 N = 16
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
@@ -21,6 +22,8 @@ SETTINGS = [
         ("length", "optimal", "estimator"),
         ("loop", "optimal", "reference"),
         ("two_pass", "optimal", "paper"),
+        ("exact", "optimal", "estimator"),
+        ("exact", "optimal", "paper"),
         ("length", "group_mean", "paper"),
         ("length", "leave_one_out", "paper"),
         ("length", "length_weighted", "paper"),
@@ -75,6 +78,21 @@ def test_micro_batches_in_any_order(make_toy_policy, make_toy_batch, settings, a
     cut = run(model, batch, torch.tensor(order).chunk(pieces), **settings)
     close(whole[1], cut[1], 1e-12)
     same_report(whole[0], cut[0], 1e-12)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 1e9], ids=["fused", "retain"])
+@examples(max_examples=8)
+@given(order=st.permutations(range(N)), pieces=st.sampled_from([1, 2, 4, 8]))
+def test_a_single_pass_in_either_way(make_toy_policy, make_toy_batch, kappa, order, pieces):
+    """Exact norms, every layer kept or every layer written out: the gradient of the two passes."""
+    model = make_toy_policy()
+    batch = make_toy_batch(model, groups=4, spread=1.5)
+    two = run(model, batch, [torch.arange(N)], score_norms="two_pass", max_grad_norm=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts_of_layers, "KAPPA", kappa)
+        one = run(model, batch, torch.tensor(order).chunk(pieces), score_norms="exact", max_grad_norm=None)
+    close(two[1], one[1], 1e-12)
+    same_report(two[0], one[0], 1e-12)
 
 
 @pytest.mark.parametrize("pieces", [2, 4, 8])

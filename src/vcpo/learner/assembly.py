@@ -7,50 +7,33 @@ receives (b - centre) S: the same gradient as if the group had come whole (law 4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vcpo.learner.baseline_rule import BaselineRule
 from vcpo.learner.open_batch import OpenBatch
+from vcpo.score_norms import GradientSum, ParameterGradients, Share, SinglePass
 
 
-@dataclass
-class HalfGroup:
-    """A group cut by a micro-batch or a rank: S = sum of factor_i grad L_i over its members seen so far."""
+@dataclass(frozen=True)
+class Plan:
+    """What a single pass is told beforehand: the shares of a micro-batch, by baseline group."""
 
-    gradients: list[Tensor | None]
-
-    def add(self, parts: Sequence[Tensor | None]) -> None:
-        """Accumulate in fp32 or better."""
-        for i, part in enumerate(parts):
-            if part is None:
-                continue
-            wide = part if part.dtype == torch.float64 else part.float()
-            held = self.gradients[i]
-            self.gradients[i] = wide.clone() if held is None else held.add_(wide)
-
-    def release(self, parameters: Sequence[torch.nn.Parameter], coefficient: float) -> None:
-        """.grad += coefficient x S."""
-        for parameter, held in zip(parameters, self.gradients, strict=True):
-            if held is None:
-                continue
-            update = (coefficient * held).to(parameter.dtype)
-            if parameter.grad is None:
-                parameter.grad = update
-            else:
-                parameter.grad.add_(update)
+    shares: dict[int, Share]
+    sums: dict[int, GradientSum]
+    """Where each share's half that waits for b goes: a half-finished group's own sum where it has one."""
 
 
 class Assembly:
     """The half-finished groups of one open batch, and the coefficients that its rows get."""
 
-    def __init__(self, rule: BaselineRule, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, rule: BaselineRule, model: nn.Module) -> None:
         self.rule = rule
-        self._parameters = parameters
-        self._half_groups: dict[int, HalfGroup] = {}
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._gradients = ParameterGradients(self._parameters)
+        self._half_groups: dict[int, GradientSum] = {}
 
     def cut(self, open_batch: OpenBatch, at: Tensor) -> Tensor:
         """[m] bool: rows whose baseline is shared with rows outside this micro-batch."""
@@ -97,19 +80,62 @@ class Assembly:
 
     def _keep_half(self, open_batch: OpenBatch, share: int, share_sum: Tensor) -> None:
         """Add this micro-batch's part of S: one more backward, only for groups that a micro-batch has cut."""
-        parts = torch.autograd.grad(share_sum, self._parameters, retain_graph=True, allow_unused=True)
-        half = self._half_groups.setdefault(share, HalfGroup([None] * len(self._parameters)))
-        half.add(parts)
+        parts = torch.autograd.grad(share_sum, list(self._parameters.values()), retain_graph=True, allow_unused=True)
+        half = self._half_groups.setdefault(share, GradientSum(self._parameters))
+        half.add(dict(zip(self._parameters, parts, strict=True)))
+
+    def plan(self, open_batch: OpenBatch, at: Tensor, weights: Tensor) -> Plan:
+        """The shares of rows `at` for a single pass; weights [m]: what multiplies each row's log-prob.
+
+        As everywhere here `.grad` receives minus the gradient of sum_i c_i weight_i L_i, with the group's centre in
+        place of b; S goes without the minus and is released with b - centre.
+        """
+        local = open_batch.local
+        factors = (local("factors")[at] * weights).double()
+        direct = torch.where(factors > 0, -factors * (local("rewards")[at] - local("centres")[at]), 0.0)
+        groups = local("baseline_ids")[at]
+        shares: dict[int, Share] = {}
+        sums: dict[int, GradientSum] = {}
+        for group in groups.unique().tolist():
+            rows = (groups == group).nonzero().flatten()
+            sums[group] = self._half_groups.get(group) or GradientSum(self._parameters)
+            shares[group] = Share(rows, direct[rows], factors[rows], self._gradients.slot, sums[group].slot)
+        return Plan(shares, sums)
+
+    def settle(self, open_batch: OpenBatch, at: Tensor, plan: Plan, found: SinglePass) -> None:
+        """After the single pass, with the rows' norms recorded: what waited for b goes to `.grad`, or waits on."""
+        cut = self.cut(open_batch, at)
+        baselines = self.baseline_of(open_batch, at)
+        live = open_batch.local("factors")[at] > 0
+        coefficients = torch.zeros(len(at), dtype=torch.float64, device=at.device)
+        for group, share in plan.shares.items():
+            members = share.rows[live[share.rows]]
+            coefficients[share.rows] = share.direct
+            if not len(members):
+                continue
+            centre = float(open_batch.local("centres")[at][members[0]])
+            if not bool(cut[members[0]]):
+                b = float(baselines[members[0]])
+                coefficients[share.rows] += (b - centre) * share.beta
+                plan.sums[group].add_to(self._gradients, b - centre)
+                continue
+            self._half_groups[group] = plan.sums[group]
+            found.combine(share.rows, share.beta, plan.sums[group].slot)
+            closed = self._close(open_batch, group)
+            if closed is not None:
+                self._half_groups.pop(group).add_to(self._gradients, closed - centre)
+        found.combine(torch.arange(len(at), device=at.device), coefficients, self._gradients.slot)
 
     def finish(self, open_batch: OpenBatch, table: Tensor) -> None:
         """Groups that span ranks: every rank knows all rows' figures by now and releases its own S."""
-        for share in list(self._half_groups):
-            members = open_batch.known.baseline_ids == share
+        for group in list(self._half_groups):
+            members = open_batch.known.baseline_ids == group
             b = self.rule.shared(open_batch.known, members, table[members])
             centre = float(open_batch.known.centres[members][0])
-            self._half_groups.pop(share).release(self._parameters, b - centre)
+            self._half_groups.pop(group).add_to(self._gradients, b - centre)
+        self._gradients.flush()
 
     def release(self, releases: dict[int, float]) -> None:
         """.grad += (b - centre) S for groups that this micro-batch has finished; after its backward."""
-        for share, coefficient in releases.items():
-            self._half_groups.pop(share).release(self._parameters, coefficient)
+        for group, coefficient in releases.items():
+            self._half_groups.pop(group).add_to(self._gradients, coefficient)

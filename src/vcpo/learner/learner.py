@@ -69,6 +69,7 @@ class Learner:
                 "the base learning rate is 0: this step changes nothing; check lr and lr_schedule", stacklevel=2
             )
         self.model.train()
+        vc.check_score_norms(batch)
         lengths = batch.attention_mask.bool().sum(1)
         parts = micro_batches(lengths, batch.group_ids, max_tokens=self.max_tokens_per_micro_batch)
         with vc.batch(batch.rewards, batch.group_ids, batch.action_lengths, policy_lags=batch.policy_lags):

@@ -15,7 +15,6 @@ S = sum_i factor_i grad L_i until its last member came; then `.grad` receives th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -26,15 +25,17 @@ from torch import Tensor
 
 from vcpo import core
 from vcpo import score_norms as norms
+from vcpo.batch import Batch
 from vcpo.core.masking import masked_sum
 from vcpo.distributed import ProcessGroup, gather_rows, sum_gradients
-from vcpo.errors import BatchError, ConfigError, ScoreNormError
+from vcpo.errors import BatchError, ConfigError
 from vcpo.learner.assembly import Assembly
 from vcpo.learner.baseline_rule import BaselineRule
 from vcpo.learner.clipping import GradientClip, global_norm, scale_gradients
 from vcpo.learner.open_batch import COLUMNS, OpenBatch, announce
 from vcpo.learner.reference import Reference
 from vcpo.learner.scaled_lr import scaled_lr
+from vcpo.learner.score_source import ScoreSource
 from vcpo.learner.settings import check_settings
 from vcpo.learner.update_report import StepOutcome, make_report, row_figures
 from vcpo.metrics import UpdateReport
@@ -74,7 +75,7 @@ class VarianceControl:
     ) -> None:
         """Args:
         model: the policy being trained, not wrapped in DDP (gradients are summed over ranks here, once a step).
-        score_norms: how ||grad log pi(trajectory)|| is found: auto, two_pass, logit, length, loop.
+        score_norms: how ||grad log pi(trajectory)|| is found: auto, exact, two_pass, logit, length, loop.
         baseline: optimal (arXiv 2602.17616), group_mean (GRPO), leave_one_out (RLOO), length_weighted (OPO).
         weights: what the optimal baseline weighs by: paper (w), estimator (w^ / L), reference (w w^).
         weight_treatment, cap: what multiplies each token's term: a name of `vcpo.core.weight_treatments`.
@@ -109,11 +110,7 @@ class VarianceControl:
         )
         self.model = model
         self.optimizer = optimizer
-        self.score_norms = norms.resolve(score_norms)
-        if self.score_norms not in ("loop", "two_pass", "logit", "length"):
-            raise ConfigError(
-                f'score_norms="{score_norms}" is not available here yet; use auto, two_pass, logit, length or loop'
-            )
+        self._scores = ScoreSource(model, score_norms)
         self.weight_treatment = weight_treatment
         self.cap = float(cap)
         self._rule = BaselineRule(baseline, weights, self.cap, by_length=aggregation == "seq_mean_token_mean")
@@ -129,10 +126,8 @@ class VarianceControl:
         self._clip = GradientClip(max_grad_norm)
         self._reference = Reference(reference)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._taps: norms.Taps | None = None
-        self._checked = False
         self._open: OpenBatch | None = None
-        self._assembly = Assembly(self._rule, self._parameters)
+        self._assembly = Assembly(self._rule, model)
         self._steps = 0
         self._version = 0
 
@@ -141,7 +136,22 @@ class VarianceControl:
     @property
     def needs_score_sq(self) -> bool:
         """Whether `backward` wants `score_sq` (the second result of token_logprobs)."""
-        return self._rule.optimal and self.score_norms == "logit"
+        return self._rule.optimal and self._scores.method == "logit"
+
+    @property
+    def score_norms(self) -> str:
+        """The method in use: exact gives way to two_pass and loop where its self-check fails."""
+        return self._scores.method
+
+    def check_score_norms(self, batch: Batch) -> None:
+        """The start-up self-check on a batch, before the first update: norms and assembled gradient against plain autograd.
+
+        One ragged trajectory runs alone, so that a forward which mixes trajectories is found too. A method that fails
+        gives way to the next of exact, two_pass, loop, with a warning that names the parameter. Does nothing where no
+        score norm is needed, and nothing the second time. `backward` checks what it can see by itself.
+        """
+        if self._rule.optimal:
+            self._scores.check(batch)
 
     @property
     def normalizer(self) -> float:
@@ -187,7 +197,7 @@ class VarianceControl:
             else self._rule.per_row(known.rewards, known.baseline_ids, known.lengths, known.lengths)
         )
         self._open = OpenBatch(known, offset, len(rewards), fixed)
-        self._assembly = Assembly(self._rule, self._parameters)
+        self._assembly = Assembly(self._rule, self.model)
         self.optimizer.zero_grad(set_to_none=True)
         try:
             yield
@@ -195,23 +205,16 @@ class VarianceControl:
             self._forget()
             raise
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Run the model's forward inside this block: it arms the taps where the score norms need them."""
-        self._the_open()
-        if not self._rule.optimal or self.score_norms != "two_pass":
-            return nullcontext()
-        return self._armed()
+    def forward(self, segments: Tensor | None = None) -> AbstractContextManager[Any]:
+        """Run the model's forward inside this block: it arms the taps where the score norms need them.
 
-    @contextmanager
-    def _armed(self) -> Iterator[None]:
-        """The hooks stay on until `backward` is through: checkpointing repeats forwards inside it."""
-        if self._taps is None:
-            self._taps = norms.Taps(self.model)
-        self._taps.arm()
-        try:
-            yield
-        finally:
-            self._taps.mute()
+        segments: [1, total] int64 where trajectories are packed end to end in one row: for each token its position
+        among the `rows` given to `backward`, -1 for padding. Without it every row of the forward is one trajectory.
+        """
+        self._the_open()
+        if not self._rule.optimal or not self._scores.taps_model:
+            return nullcontext()
+        return self._scores.armed(segments)
 
     def backward(
         self,
@@ -230,7 +233,40 @@ class VarianceControl:
         never matter. BatchError when a row came twice, is out of range, or has another number of actions than announced.
         """
         open_batch = self._the_open()
-        at, treated = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask, score_sq)
+        at, treated = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask)
+        if self._one_backward(learner_logprobs, action_mask, treated, extra_loss):
+            self._backward_once(open_batch, at, learner_logprobs, action_mask, treated)
+        else:
+            self._record_norms(open_batch, at, learner_logprobs, action_mask, score_sq)
+            self._backward_after_norms(open_batch, at, learner_logprobs, action_mask, treated, extra_loss)
+        self._scores.release()
+
+    def _one_backward(
+        self, learner_logprobs: Tensor, action_mask: Tensor, treated: Tensor, extra_loss: Tensor | None
+    ) -> bool:
+        """Whether the loss is sum_i c_i L_i, one factor per trajectory, and norms can come from its own backward."""
+        linear = extra_loss is None and treated.shape[1] == 1 and learner_logprobs.requires_grad
+        return self._rule.optimal and linear and self._scores.single_pass_ready(learner_logprobs, action_mask)
+
+    def _backward_once(
+        self, open_batch: OpenBatch, at: Tensor, learner_logprobs: Tensor, action_mask: Tensor, treated: Tensor
+    ) -> None:
+        plan = self._assembly.plan(open_batch, at, treated[:, 0])
+        found = self._scores.single_pass(learner_logprobs, action_mask, list(plan.shares.values()))
+        weighted = treated[:, 0] * masked_sum(learner_logprobs.detach(), action_mask)
+        score_norm = norms.norms_from_squares(found.squares)
+        open_batch.record(at, {"score_norm": score_norm, "weighted_logprob": weighted})
+        self._assembly.settle(open_batch, at, plan, found)
+
+    def _backward_after_norms(
+        self,
+        open_batch: OpenBatch,
+        at: Tensor,
+        learner_logprobs: Tensor,
+        action_mask: Tensor,
+        treated: Tensor,
+        extra_loss: Tensor | None,
+    ) -> None:
         sums = masked_sum(treated * core.masked_fill(learner_logprobs, action_mask), action_mask)
         open_batch.record(at, {"weighted_logprob": sums.detach()})
         coefficients, releases = self._assembly.coefficients(open_batch, at, sums)
@@ -239,8 +275,6 @@ class VarianceControl:
             open_batch.extra_loss += float(extra_loss.detach())
             loss = loss + extra_loss
         loss.backward()
-        if self._taps is not None:
-            self._taps.release()
         self._assembly.release(releases)
 
     def advantages(
@@ -258,7 +292,8 @@ class VarianceControl:
         baseline="optimal" each group must come whole in one micro-batch: BatchError otherwise.
         """
         open_batch = self._the_open()
-        at, _ = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask, score_sq)
+        at, _ = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask)
+        self._record_norms(open_batch, at, learner_logprobs, action_mask, score_sq)
         if self._rule.optimal and bool(self._assembly.cut(open_batch, at).any()):
             raise BatchError(
                 'with a loss of your own and baseline="optimal" every group must be whole in one micro-batch; '
@@ -375,12 +410,11 @@ class VarianceControl:
 
     def _forget(self) -> None:
         self._open = None
-        if self._taps is not None:
-            self._taps.release()
+        self._scores.release()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _take_in(
-        self, open_batch: OpenBatch, rows: Rows, learner: Tensor, sampler: Tensor, mask: Tensor, score_sq: Tensor | None
+        self, open_batch: OpenBatch, rows: Rows, learner: Tensor, sampler: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Check the rows and record their figures; also what multiplies their tokens, [m, s] or [m, 1]."""
         at = open_batch.enter(rows, len(learner))
@@ -394,58 +428,13 @@ class VarianceControl:
         # lw = -inf is weight 0 at every level: such a row has no part in the gradient of any treatment.
         treated = torch.where(figures["log_weight"].isneginf()[:, None], 0.0, treated)
         open_batch.record(at, {**figures, "treated_weight": treated.amax(1)})
-        if self._rule.optimal:
-            open_batch.record(at, {"score_norm": self._score_norms(learner, mask, score_sq)})
         return at, treated
 
-    def _score_norms(self, learner: Tensor, mask: Tensor, score_sq: Tensor | None) -> Tensor:
-        """[m] fp64, detached; leaves .grad alone."""
-        if self.score_norms == "length":
-            return norms.length_norms(mask)
-        if self.score_norms == "logit":
-            if score_sq is None:
-                raise BatchError("score_norms=logit needs score_sq: token_logprobs(..., with_score_sq=True) gives it")
-            return norms.logit_norms(score_sq, mask)
-        sums = masked_sum(learner, mask)
-        if self.score_norms == "loop":
-            return _row_norms(sums, self._parameters)
-        if self._taps is None:
-            raise BatchError("score_norms=two_pass needs the model's forward inside `with vc.forward():`")
-        try:
-            squares = self._taps.squared_norms(sums)
-            if not self._checked:
-                self._self_check(sums, squares, mask)
-        except ScoreNormError as error:
-            if self._checked:
-                raise
-            self._fall_back(str(error))
-            return _row_norms(sums, self._parameters)
-        return norms.norms_from_squares(squares).detach()
-
-    def _self_check(self, sums: Tensor, squares: dict[str, Tensor], mask: Tensor) -> None:
-        """Once, on the first micro-batch: one trajectory through true autograd; ScoreNormError names the parameter."""
-        assert self._taps is not None
-        lengths = mask.bool().sum(1)
-        if not bool(lengths.any()):
-            return
-        # A ragged row and not the first one, where there is a choice: padding and row order are what goes wrong.
-        order = sorted(
-            range(len(lengths)), key=lambda i: (int(lengths[i]) > 0, i > 0, int(lengths[i]) < int(lengths.max()))
-        )
-        found = norms.check_in_graph(self._taps, sums, squares, order[-1])
-        if not found.ok:
-            raise ScoreNormError(
-                f"{found.parameter}: {found.what} is off by {found.relative_error:.1e} from plain autograd"
-            )
-        self._checked = True
-
-    def _fall_back(self, why: str) -> None:
-        warnings.warn(
-            f"score_norms=two_pass failed its self-check ({why}); using loop: exact, but one more backward per trajectory. "
-            "logit or length cost next to nothing",
-            stacklevel=4,
-        )
-        self.score_norms = "loop"
+    def _record_norms(
+        self, open_batch: OpenBatch, at: Tensor, learner: Tensor, mask: Tensor, score_sq: Tensor | None
+    ) -> None:
+        if self._rule.optimal:
+            open_batch.record(at, {"score_norm": self._scores.of_rows(learner, mask, score_sq)})
 
     def _observe_reference(self, open_batch: OpenBatch, log_weights: Tensor) -> None:
         if not self._reference.needs_lags:
@@ -466,13 +455,3 @@ def _why_skip(tokens: int, ess_ratio: float, grad_norm: float) -> str | None:
     if not grad_norm < float("inf"):
         return f"grad_norm is {grad_norm}: the gradient is not a number"
     return None
-
-
-def _row_norms(sums: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """The oracle inside a graph that is already there: one backward per row of `sums` [m] -> [m] fp64."""
-    norms_found = torch.zeros(len(sums), dtype=torch.float64, device=sums.device)
-    for i, row in enumerate(sums):
-        gradients = torch.autograd.grad(row, parameters, retain_graph=True, allow_unused=True)
-        squares = [g.double().square().sum() for g in gradients if g is not None]
-        norms_found[i] = torch.stack(squares).sum().sqrt() if squares else 0.0
-    return norms_found

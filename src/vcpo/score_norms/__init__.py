@@ -4,7 +4,7 @@
 |---|---|---|
 | loop | a backward per trajectory | the oracle |
 | two_pass | a forward and a backward over activations | equal to loop up to rounding |
-| exact | - | norms and gradient in one backward; not available yet |
+| exact | next to nothing | equal to loop up to rounding, in the backward that also gives the gradient |
 | logit | a forward | proxy: the score with respect to the logits |
 | length | nothing | proxy: sqrt of the number of actions |
 """
@@ -17,15 +17,22 @@ from torch import Tensor, nn
 
 from vcpo.batch import Batch
 from vcpo.score_norms.exact import exact
+from vcpo.score_norms.gradient_sum import GradientSum, ParameterGradients
 from vcpo.score_norms.length import length, length_norms
 from vcpo.score_norms.logit import logit, logit_norms
 from vcpo.score_norms.loop import loop, trajectory_gradient
+from vcpo.score_norms.parts import Share
 from vcpo.score_norms.self_check import SelfCheckResult, check_in_graph, self_check
+from vcpo.score_norms.single_pass import SinglePass
 from vcpo.score_norms.taps import Taps, norms_from_squares
 from vcpo.score_norms.two_pass import two_pass
 
 __all__ = [
+    "GradientSum",
+    "ParameterGradients",
     "SelfCheckResult",
+    "Share",
+    "SinglePass",
     "Taps",
     "check_in_graph",
     "exact",
@@ -52,12 +59,12 @@ methods: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
 
 
 def resolve(name: str) -> str:
-    """The method that a setting means: "auto" is "logit" until exact norms in one backward exist.
+    """The method that a setting means: "auto" is "exact" (which gives way to two_pass, then loop, where it must).
 
     ValueError, listing the names, for one that is unknown.
     """
     if name == "auto":
-        return "logit"
+        return "exact"
     if name not in methods:
         raise ValueError(f"score_norms must be one of auto, {', '.join(methods)}; got {name!r}")
     return name

@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms.module_run import ModuleRun, Rule
+from vcpo.score_norms.packing import Packing
 from vcpo.score_norms.rules import generic, rule_for
 
 
@@ -62,7 +63,9 @@ class Call:
     input_nodes: list[Node] = field(default_factory=list)
     output_nodes: list[Node] = field(default_factory=list)
 
-    def run(self, saved: Sequence[Tensor], grads: tuple[Tensor | None, ...], n: int) -> ModuleRun:
+    def run(
+        self, saved: Sequence[Tensor], grads: tuple[Tensor | None, ...], n: int, packing: Packing | None
+    ) -> ModuleRun:
         """What the rule sees, from the tensors that came back out of the graph."""
         leaves = list(self.template)
         for at, tensor in zip(self.tensor_at, saved, strict=False):
@@ -79,8 +82,9 @@ class Call:
             output_at=self.output_at,
             grads=grads,
             n=n,
-            flattened=frozenset(size for rows, size in self.views if rows == n),
+            flattened=frozenset(size for rows, size in self.views if rows == (n if packing is None else 1)),
             autocast=self.autocast,
+            packing=packing,
         )
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms.calls import Call
+from vcpo.score_norms.packing import Packing
+from vcpo.score_norms.parts import Part
 from vcpo.score_norms.rules.embedding import TOKEN_GRADIENTS
 from vcpo.score_norms.rules.linear import linear
 from vcpo.score_norms.rules.tied import TiedCrossTerm
@@ -18,23 +20,34 @@ from vcpo.score_norms.rules.tied import TiedCrossTerm
 class Collector:
     """Squared norms of each parameter, [n] fp64, growing while the backward visits the taps."""
 
-    def __init__(self, calls: Sequence[Call], parameters: Iterable[str], n: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        parameters: Iterable[str],
+        n: int,
+        device: torch.device,
+        packing: Packing | None = None,
+    ) -> None:
         _check_each_ran_once(calls)
         self.squares = {name: torch.zeros(n, dtype=torch.float64, device=device) for name in parameters}
         self.busy = False
         """A rule is at work, and may run modules again that have hooks."""
+        self.recomputing = False
+        """The backward has begun to repeat forwards: gradient checkpointing, so nothing large may be kept."""
         self._n = n
+        self._packing = packing
         self._ties = _tied_pairs(calls)
 
     def visit(self, call: Call, saved: Sequence[Tensor], grads: tuple[Tensor | None, ...]) -> None:
         """One tap's turn: `saved` as the call put it into the graph, the gradients at its outputs."""
         if all(g is None for g in grads):
             return
-        run = call.run(saved, grads, self._n)
+        run = call.run(saved, grads, self._n, self._packing)
         self.busy = True
         try:
-            for local, squares in call.owner.rule(run).items():
-                self._add(call.owner.parameters[local], squares)
+            for part in call.owner.rule(run):
+                for local, squares in self.take(call, part).items():
+                    self._add(call.owner.parameters[local], squares)
             if call in self._ties:
                 name, cross = self._ties[call]
                 if call.owner.rule is linear:
@@ -43,6 +56,10 @@ class Collector:
                     self._add(name, cross.at_embedding(run))
         finally:
             self.busy = False
+
+    def take(self, call: Call, part: Part) -> dict[str, Tensor]:
+        """What is done with a part; here only its squares, by the module's own names."""
+        return part.squares()
 
     def _add(self, name: str, squares: Tensor) -> None:
         self.squares[name] = self.squares[name] + squares.to(self.squares[name].device)

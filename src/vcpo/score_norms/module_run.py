@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.errors import ScoreNormError
+from vcpo.score_norms.packing import Packing
+from vcpo.score_norms.parts import Part
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class ModuleRun:
     """Sizes of a first dimension known to be [n, s] tokens flattened row by row."""
     autocast: tuple[str, bool, torch.dtype] = ("cpu", False, torch.bfloat16)
     """Device type, whether autocast was on in the forward, and its dtype."""
+    packing: Packing | None = None
+    """Whose token is whose where the trajectories lie end to end in one row; None: one row each."""
 
     @property
     def input(self) -> Tensor:
@@ -53,6 +57,15 @@ class ModuleRun:
     def rows(self, tensor: Tensor) -> Tensor:
         """The tensor with one leading entry per trajectory, [n, ...]; ScoreNormError when that cannot be told."""
         size = tensor.shape[0] if tensor.ndim else 0
+        if self.packing is not None:
+            at = self.packing.token_dimension(tensor)
+            if at is not None:
+                return self.packing.padded(tensor[0].movedim(at - 1, 0))
+            if size == self.packing.total and size in self.flattened:
+                return self.packing.padded(tensor)
+            raise self.error(
+                f"works on a tensor of shape {tuple(tensor.shape)}, which does not hold the {self.packing.total} packed tokens"
+            )
         if size == self.n:
             return tensor
         if self.n == 1 and tensor.ndim:
@@ -76,5 +89,5 @@ class ModuleRun:
         )
 
 
-Rule = Callable[[ModuleRun], dict[str, Tensor]]
-"""A layer's rule: one run -> for each wanted parameter the squared norm of its gradient per trajectory, [n] fp64."""
+Rule = Callable[[ModuleRun], Sequence[Part]]
+"""A layer's rule: one run -> what it found out about the wanted parameters, each in one part."""

@@ -11,8 +11,8 @@ Afterwards the taps are mute: an ordinary backward passes through them as throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ from vcpo.errors import ScoreNormError
 from vcpo.score_norms.audit import check_every_use_is_tapped
 from vcpo.score_norms.calls import Call, Owner, owners_of, record_call
 from vcpo.score_norms.collector import Collector
+from vcpo.score_norms.packing import Packing
+from vcpo.score_norms.parts import Share
 from vcpo.score_norms.scoring import trainable_parameters
+from vcpo.score_norms.single_pass import SinglePass
+
+C = TypeVar("C", bound=Collector)
 
 
 class Taps:
@@ -40,6 +45,7 @@ class Taps:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        _refuse_compiled(model)
         self.parameters = trainable_parameters(model)
         """Name -> parameter, those the norms are taken over."""
         self._owners = owners_of(model, self.parameters)
@@ -48,6 +54,7 @@ class Taps:
         self._without_graph: set[Owner] = set()
         self._recording = False
         self._collector: Collector | None = None
+        self._segments: Tensor | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __enter__(self) -> Taps:
@@ -57,10 +64,15 @@ class Taps:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def arm(self) -> None:
-        """Record the next forward. What an earlier one left is forgotten."""
+    def arm(self, segments: Tensor | None = None) -> None:
+        """Record the next forward. What an earlier one left is forgotten.
+
+        segments: [1, total] int64 where trajectories are packed end to end in one row: whose token each is, -1 for
+        padding. Without it every row of the forward is one trajectory.
+        """
         self.release()
         self._recording = True
+        self._segments = segments
         for owner in self._owners:
             hook = self._hook(owner)
             # First in the queue: the tap must see what the module itself returned, not what another hook made of it.
@@ -86,6 +98,24 @@ class Taps:
         ordinary backward can follow. ScoreNormError, naming the module or parameter, when something in the model has
         no exact rule.
         """
+        collector = self._collector_for(Collector, trajectory_logprobs)
+        self._visit(collector, trajectory_logprobs, retain_graph)
+        return collector.squares
+
+    def single_pass(
+        self, trajectory_logprobs: Tensor, shares: Sequence[Share], *, retain_graph: bool = False
+    ) -> SinglePass:
+        """The norms and, in the same backward, what the gradient needs: see SinglePass. No parameter's own autograd
+        gradient is computed, so neither hooks nor reducers on gradients run.
+
+        shares: every trajectory in one of them. ScoreNormError as for `squared_norms`.
+        """
+        found = self._collector_for(SinglePass, trajectory_logprobs)
+        found.shares = shares
+        self._visit(found, trajectory_logprobs, retain_graph)
+        return found
+
+    def _collector_for(self, kind: type[C], trajectory_logprobs: Tensor) -> C:
         self.mute()
         if trajectory_logprobs.ndim != 1 or not trajectory_logprobs.requires_grad:
             raise ValueError(
@@ -95,11 +125,14 @@ class Taps:
         self._check_recorded()
         root = get_gradient_edge(trajectory_logprobs).node
         check_every_use_is_tapped([root], self._calls, self.parameters)
-        calls, device = list(self._calls.values()), trajectory_logprobs.device
-        self._collector = Collector(calls, self.parameters, len(trajectory_logprobs), device)
+        n, device = len(trajectory_logprobs), trajectory_logprobs.device
+        packing = None if self._segments is None else Packing(self._segments, n)
+        return kind(list(self._calls.values()), self.parameters, n, device, packing)
+
+    def _visit(self, collector: Collector, trajectory_logprobs: Tensor, retain_graph: bool) -> None:
+        self._collector = collector
         try:
             torch.autograd.grad(trajectory_logprobs.sum(), [self._anchor], retain_graph=retain_graph, allow_unused=True)
-            return self._collector.squares
         finally:
             self._collector = None
 
@@ -107,6 +140,8 @@ class Taps:
         def tap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if self._collector is not None and self._collector.busy:
                 return None  # a rule runs the module again
+            if self._collector is not None:
+                self._collector.recomputing = True
             leaves, spec = tree_flatten(output)
             at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
             if self._recording and not torch.is_grad_enabled():
@@ -139,6 +174,15 @@ class Taps:
 def norms_from_squares(squares: Mapping[str, Tensor]) -> Tensor:
     """The score norms over all parameters: name -> [n] squares, as `Taps.squared_norms` gives them -> [n] fp64."""
     return torch.stack(list(squares.values())).sum(0).sqrt()
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ScoreNormError(
+                f"module '{name or type(module).__name__}' is compiled, so its layers cannot be tapped: no exact score norms; "
+                "pass the model before torch.compile, or use 'logit'"
+            )
 
 
 class _Tap(torch.autograd.Function):

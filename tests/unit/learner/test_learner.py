@@ -46,7 +46,7 @@ def learner_for(model, *, budget=10_000, lr=1e-2, loss="reinforce", loss_options
     return Learner(model, optimizer, vc, max_tokens_per_micro_batch=budget, loss=loss, loss_options=loss_options)
 
 
-@pytest.mark.parametrize("norms", ["logit", "two_pass", "length", "loop"])
+@pytest.mark.parametrize("norms", ["logit", "two_pass", "length", "loop", "exact"])
 def test_the_token_budget_changes_memory_and_nothing_else(make_toy_batch, norms):
     reports = []
     for budget in (10_000, 45, 12):
@@ -85,7 +85,7 @@ def test_weights_in_bf16_or_fp32(make_toy_batch, dtype):
     model = llama(dtype)
     batch = lagged_batch(model, make_toy_batch)
     before = [p.detach().clone() for p in model.parameters()]
-    for norms in ("logit", "two_pass"):
+    for norms in ("logit", "two_pass", "exact"):
         report = learner_for(model, score_norms=norms, budget=60).update(batch)
         assert report.skipped is None
     assert all(p.dtype == dtype and bool(p.isfinite().all()) for p in model.parameters())

@@ -35,6 +35,7 @@ def reference_gradient(model, batch, *, weights="paper", norms="logit", cap=8.0)
         "length": mask.sum(1).double(),
         "loop": torch.stack([sum((g**2).sum() for g in gs) for gs in grads]),
         "two_pass": torch.stack([sum((g**2).sum() for g in gs) for gs in grads]),
+        "exact": torch.stack([sum((g**2).sum() for g in gs) for gs in grads]),
     }[norms]
     total = [torch.zeros_like(p) for p in parameters]
     for group in batch.group_ids.unique():
@@ -56,7 +57,7 @@ def reference_gradient(model, batch, *, weights="paper", norms="logit", cap=8.0)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("norms", ["logit", "length", "loop", "two_pass"])
+@pytest.mark.parametrize("norms", ["logit", "length", "loop", "two_pass", "exact"])
 def test_gradient_is_the_algorithm_box_however_the_batch_is_cut(make_toy_policy, make_toy_batch, one_step, norms, cut):
     model = make_toy_policy()
     batch = make_toy_batch(model)

@@ -13,7 +13,7 @@ from vcpo.errors import ScoreNormError
 from vcpo.forward import forward_logits
 from vcpo.score_norms import length_norms, logit_norms
 
-WORKING = ["loop", "two_pass", "logit", "length"]
+WORKING = ["loop", "two_pass", "exact", "logit", "length"]
 
 
 def test_logit_norms_by_hand():
@@ -86,7 +86,7 @@ def test_everything_else_is_left_as_found(method, make_lm, batch):
     assert not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("method", ["loop", "two_pass", "logit"])
+@pytest.mark.parametrize("method", ["loop", "two_pass", "exact", "logit"])
 def test_dropout_is_off(method, make_lm, batch):
     model = make_lm(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)))
     f = score_norms.methods[method]
@@ -106,16 +106,14 @@ def test_mode_comes_back_after_an_error(make_lm, batch):
 def test_temperature_enters_the_score(make_lm, batch):
     model = make_lm()
     hot = Batch(**{**vars(batch), "temperature": 2.0})
-    for method in ("loop", "two_pass", "logit"):
+    for method in ("loop", "two_pass", "exact", "logit"):
         f = score_norms.methods[method]
         assert not torch.allclose(f(model, hot), f(model, batch))
     torch.testing.assert_close(score_norms.two_pass(model, hot), score_norms.loop(model, hot), rtol=1e-12, atol=0)
 
 
 def test_names():
-    assert score_norms.resolve("auto") == "logit"
+    assert score_norms.resolve("auto") == "exact"
     assert all(score_norms.resolve(name) == name for name in score_norms.methods)
     with pytest.raises(ValueError, match=r"auto, loop, two_pass, exact, logit, length; got 'ghost'"):
         score_norms.resolve("ghost")
-    with pytest.raises(ScoreNormError, match="use 'two_pass'"):
-        score_norms.exact(torch.nn.Linear(1, 1), None)

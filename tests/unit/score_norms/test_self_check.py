@@ -11,6 +11,7 @@ from torch import nn
 from vcpo.batch import Batch
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms import Taps, calls, check_in_graph, collector, rules, self_check
+from vcpo.score_norms.parts import Sums
 from vcpo.score_norms.rules.embedding import embedding
 from vcpo.score_norms.rules.linear import linear
 from vcpo.score_norms.scoring import trajectory_logprobs
@@ -25,7 +26,18 @@ def in_graph(model: nn.Module, batch: Batch, row: int = 1):
     return result
 
 
-BOTH = pytest.mark.parametrize("check", [self_check, in_graph])
+def exact_alone(model: nn.Module, batch: Batch):
+    return self_check(model, batch, "exact")
+
+
+def exact_in_graph(model: nn.Module, batch: Batch):
+    with Taps(model) as taps:
+        logprobs = trajectory_logprobs(model, batch)
+        return check_in_graph(taps, logprobs, taps.squared_norms(logprobs), 1, "exact")
+
+
+BOTH = pytest.mark.parametrize("check", [self_check, in_graph, exact_alone, exact_in_graph])
+TAPPED = pytest.mark.parametrize("check", [self_check, in_graph])
 
 
 @BOTH
@@ -50,8 +62,11 @@ def test_passes_in_fp32_and_bf16(check, make_lm, batch):
 def test_a_skipped_layer(check, share, monkeypatch, make_lm, batch):
     """Even when the layer is a tiny part of the total: the weights behind it make it so."""
 
+    def skipped(run):
+        return [Sums(n, torch.zeros(run.n, *run.module.get_parameter(n).shape)) for n in run.wanted]
+
     def rule_but_for_qkv(module):
-        return (lambda run: {n: torch.zeros(run.n) for n in run.wanted}) if module.out_features == 24 else linear
+        return skipped if module.out_features == 24 else linear
 
     model = make_lm(nn.Linear(8, 8))
     with torch.no_grad():
@@ -92,7 +107,7 @@ def test_isinstance_dispatch_on_a_scaled_embedding(check, monkeypatch, batch):
     assert (result.what, result.parameter) == ("norm", "model.embed_tokens.weight")
 
 
-@BOTH
+@TAPPED
 def test_an_undetached_tap(check, monkeypatch, make_lm, batch):
     """Norms that carry history are right; the gradient assembled with them is not."""
 
@@ -123,7 +138,7 @@ def test_sequence_first_where_sizes_agree(make_lm, batch):
 
 def test_a_number_that_is_none_fails(monkeypatch, make_lm, batch):
     def not_a_number(run):
-        return {name: torch.full((run.n,), torch.nan) for name in run.wanted}
+        return [Sums(n, torch.full((run.n, *run.module.get_parameter(n).shape), torch.nan)) for n in run.wanted]
 
     monkeypatch.setattr(calls, "rule_for", lambda m: not_a_number if isinstance(m, nn.RMSNorm) else rules.rule_for(m))
     result = self_check(make_lm(), batch)
@@ -145,7 +160,7 @@ def test_the_row_is_ragged_and_not_the_first(make_lm, batch):
 
 
 def test_methods_that_cannot_be_checked(make_lm, batch):
-    with pytest.raises(ValueError, match=r"'two_pass'.*got 'logit'"):
+    with pytest.raises(ValueError, match=r"'exact' and 'two_pass'.*got 'logit'"):
         self_check(make_lm(), batch, "logit")
 
 

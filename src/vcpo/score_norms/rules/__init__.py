@@ -16,7 +16,7 @@ from vcpo.score_norms.module_run import Rule
 from vcpo.score_norms.rules.elementwise import elementwise, layer_norm, rms_norm
 from vcpo.score_norms.rules.embedding import embedding, scaled_embedding
 from vcpo.score_norms.rules.generic import generic
-from vcpo.score_norms.rules.linear import linear
+from vcpo.score_norms.rules.linear import conv1d, linear
 
 __all__ = ["RULES", "generic", "rule_for"]
 
@@ -41,7 +41,7 @@ RULES: dict[str, Rule] = {
     "torch.nn.modules.sparse.Embedding.forward": embedding,
     "torch.nn.modules.normalization.LayerNorm.forward": layer_norm,
     "torch.nn.modules.normalization.RMSNorm.forward": rms_norm,
-    "transformers.pytorch_utils.Conv1D.forward": linear,
+    "transformers.pytorch_utils.Conv1D.forward": conv1d,
     "transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding.forward": scaled_embedding,
     **{
         f"transformers.models.{model}.modeling_{model}.{norm}.forward": elementwise

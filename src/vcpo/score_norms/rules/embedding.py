@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vcpo.score_norms.module_run import ModuleRun
-from vcpo.score_norms.rules.kernels import token_sq_norms
+from vcpo.score_norms.parts import Part, TokenTable
 
 
 def token_gradients(run: ModuleRun) -> tuple[Tensor, Tensor]:
@@ -30,14 +30,14 @@ def scaled_token_gradients(run: ModuleRun) -> tuple[Tensor, Tensor]:
     return ids, d * run.module.get_buffer("embed_scale").to(d.dtype)
 
 
-def embedding(run: ModuleRun) -> dict[str, Tensor]:
-    """weight: sum over token ids of || sum of d_t where that id stands ||^2."""
-    return {"weight": token_sq_norms(*token_gradients(run))}
+def embedding(run: ModuleRun) -> list[Part]:
+    """torch.nn.Embedding. weight: d_t in the row of each token."""
+    return [TokenTable("weight", *token_gradients(run))]
 
 
-def scaled_embedding(run: ModuleRun) -> dict[str, Tensor]:
+def scaled_embedding(run: ModuleRun) -> list[Part]:
     """Gemma3's embedding: the table's output times `embed_scale`."""
-    return {"weight": token_sq_norms(*scaled_token_gradients(run))}
+    return [TokenTable("weight", *scaled_token_gradients(run))]
 
 
 TOKEN_GRADIENTS: dict[object, Callable[[ModuleRun], tuple[Tensor, Tensor]]] = {

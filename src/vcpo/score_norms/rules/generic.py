@@ -10,30 +10,31 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from vcpo.score_norms.module_run import ModuleRun
+from vcpo.score_norms.parts import Part, PerTrajectory
 
 SAME = {torch.float64: 1e-5, torch.float32: 1e-3}
 """How far the second run may be from the first, relative to its largest output; other dtypes 5e-2. It tells another
 function (dropout, a wrong cut, rows that mix) from rounding."""
 
 
-def generic(run: ModuleRun) -> dict[str, Tensor]:
-    """Squared norm per trajectory of the gradient of the module's own parameters, one trajectory at a time.
+def generic(run: ModuleRun) -> list[Part]:
+    """The module's own parameters, one trajectory at a time.
 
     ScoreNormError unless the second run gives what the first one gave: then the module is not a function of a
     trajectory's own rows and of its parameters alone.
     """
-    totals = {name: torch.zeros(run.n, dtype=torch.float64) for name in run.wanted}
     for output in run.outputs:
         if output is not None:
             run.rows(output)  # raises unless one can tell whose it is
-    for row in range(run.n):
+
+    def gradients(row: int) -> dict[str, Tensor]:
         grads = [None if g is None else _cut(run, g, row) for g in run.grads]
         if all(g is None or not g.any() for g in grads):
-            continue
-        for name, gradient in zip(run.wanted, _gradients(run, row, grads), strict=True):
-            if gradient is not None:
-                totals[name][row] = gradient.double().square().sum()
-    return totals
+            return {}
+        found = zip(run.wanted, _gradients(run, row, grads), strict=True)
+        return {name: gradient for name, gradient in found if gradient is not None}
+
+    return [PerTrajectory(run.wanted, run.n, gradients)]
 
 
 def _gradients(run: ModuleRun, row: int, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -54,7 +55,15 @@ def _gradients(run: ModuleRun, row: int, grads: list[Tensor | None]) -> tuple[Te
 
 def _cut(run: ModuleRun, leaf: Any, row: int) -> Any:
     """One trajectory's part of a tensor that has rows; anything else (a mask for all, a number) as it is."""
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or run.n == 1:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        return leaf
+    if run.packing is not None:
+        at = run.packing.tokens[row]
+        dimension = run.packing.token_dimension(leaf)
+        if dimension is not None:
+            return leaf.index_select(dimension, at)
+        return leaf[at] if leaf.shape[0] == run.packing.total else leaf
+    if run.n == 1:
         return leaf
     if leaf.shape[0] == run.n:
         return leaf[row : row + 1]

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vcpo.score_norms.kernels import upcast
 from vcpo.score_norms.module_run import ModuleRun
-from vcpo.score_norms.rules.kernels import matrix_sq_norms, vector_sq_norms
+from vcpo.score_norms.parts import Outer, Part, Sums
 
 
-def linear(run: ModuleRun) -> dict[str, Tensor]:
-    """weight: || sum_t d_t x_t^T ||^2, bias: || sum_t d_t ||^2, over the tokens of each trajectory."""
+def linear(run: ModuleRun) -> list[Part]:
+    """torch.nn.Linear. weight [q, p]: sum_t d_t x_t^T, bias: sum_t d_t, over the tokens of each trajectory."""
+    return _parts(run, transposed=False)
+
+
+def conv1d(run: ModuleRun) -> list[Part]:
+    """transformers' Conv1D. weight [p, q]: sum_t x_t d_t^T."""
+    return _parts(run, transposed=True)
+
+
+def _parts(run: ModuleRun, *, transposed: bool) -> list[Part]:
     d = run.tokens(run.grad)
-    found = {}
+    found: list[Part] = []
     if "weight" in run.wanted:
-        found["weight"] = matrix_sq_norms(run.tokens(run.input), d)
+        x = run.tokens(run.input)
+        found.append(Outer("weight", *((x, d) if transposed else (d, x))))
     if "bias" in run.wanted:
-        found["bias"] = vector_sq_norms(d)
+        found.append(bias(d))
     return found
+
+
+def bias(d: Tensor) -> Part:
+    """sum_t d_t: d [n, T, q]."""
+    return Sums("bias", upcast(d).sum(1))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vcpo.score_norms.kernels import head_gradient_at, upcast
 from vcpo.score_norms.module_run import ModuleRun, Rule
 from vcpo.score_norms.rules.embedding import TOKEN_GRADIENTS
-from vcpo.score_norms.rules.kernels import head_gradient_at, upcast
 
 
 class TiedCrossTerm:

@@ -30,11 +30,6 @@ def matrix_sq_norms(x: Tensor, d: Tensor) -> Tensor:
     return torch.cat([form(upcast(x[at]), upcast(d[at])) for at in _row_chunks(len(x), min(tokens * tokens, p * q))])
 
 
-def vector_sq_norms(d: Tensor) -> Tensor:
-    """|| sum_t d_t ||^2 of each trajectory: d [n, T, q] -> [n] fp64."""
-    return upcast(d).sum(1).square().sum(1, dtype=torch.float64)
-
-
 def token_sq_norms(ids: Tensor, d: Tensor) -> Tensor:
     """Squared norm of each trajectory's gradient of an embedding table: ids [n, T], d [n, T, p] -> [n] fp64.
 
