@@ -48,8 +48,6 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
 
 def _variance_control_rules(config: RunConfig) -> Iterator[str]:
     vc = config.variance_control
-    if vc.score_norms == "exact":
-        yield 'variance_control.score_norms = "exact" is not available yet: use "two_pass", which is exact and slower'
     if vc.step_control == "closed_loop":
         yield 'variance_control.step_control = "closed_loop" is not available yet: use "ess"'
     if vc.reference == "auto" and vc.step_control != "ess":
