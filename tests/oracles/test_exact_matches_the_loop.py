@@ -44,7 +44,7 @@ def assembled(taps, logprobs, coefficients):
     direct, beta = -0.3 * coefficients, 1.3 * coefficients / B
     shares = [Share(r, direct[r], beta[r], total.slot, half.slot) for r, half in zip(rows, halves, strict=True)]
     found = taps.single_pass(logprobs, shares)
-    found.combine(torch.arange(len(logprobs)), coefficients, total.slot)
+    found.combine(slice(0, len(logprobs)), coefficients, total.slot)
     for half in halves:
         half.add_to(total, B)
     return norms_from_squares(found.squares), {name: total.slot(name) for name in taps.parameters}

@@ -34,7 +34,8 @@ def test_two_pass_matches_the_loop(family, tied, side, make_tiny_model, make_rag
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_pass_matches_the_loop_in_stock_models(family, make_tiny_model, make_ragged_batch):
     model, batch = make_tiny_model(family, tied=True), make_ragged_batch("left")
-    assert relative_error(two_pass(model, batch), loop(model, batch)) < 1e-9
+    # Their own normalisation is rounded to fp32; it is not rounded twice in the same way.
+    assert relative_error(two_pass(model, batch), loop(model, batch)) < 1e-6
 
 
 @TIED

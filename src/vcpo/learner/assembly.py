@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vcpo.learner.baseline_rule import BaselineRule
 from vcpo.learner.open_batch import OpenBatch
-from vcpo.score_norms import GradientSum, ParameterGradients, Share, SinglePass
+from vcpo.score_norms import GradientSum, ParameterGradients, Share, SinglePass, as_rows
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Assembly:
         shares: dict[int, Share] = {}
         sums: dict[int, GradientSum] = {}
         for group in groups.unique().tolist():
-            rows = (groups == group).nonzero().flatten()
+            rows = as_rows((groups == group).nonzero().flatten())
             sums[group] = self._half_groups.get(group) or GradientSum(self._parameters)
             shares[group] = Share(rows, direct[rows], factors[rows], self._gradients.slot, sums[group].slot)
         return Plan(shares, sums)
@@ -109,13 +109,13 @@ class Assembly:
         live = open_batch.local("factors")[at] > 0
         coefficients = torch.zeros(len(at), dtype=torch.float64, device=at.device)
         for group, share in plan.shares.items():
-            members = share.rows[live[share.rows]]
             coefficients[share.rows] = share.direct
-            if not len(members):
+            members = live[share.rows]
+            if not bool(members.any()):
                 continue
-            centre = float(open_batch.local("centres")[at][members[0]])
-            if not bool(cut[members[0]]):
-                b = float(baselines[members[0]])
+            centre = float(open_batch.local("centres")[at][share.rows][members][0])
+            if not bool(cut[share.rows][0]):
+                b = float(baselines[share.rows][members][0])
                 coefficients[share.rows] += (b - centre) * share.beta
                 plan.sums[group].add_to(self._gradients, b - centre)
                 continue
@@ -124,7 +124,7 @@ class Assembly:
             closed = self._close(open_batch, group)
             if closed is not None:
                 self._half_groups.pop(group).add_to(self._gradients, closed - centre)
-        found.combine(torch.arange(len(at), device=at.device), coefficients, self._gradients.slot)
+        found.combine(slice(0, len(at)), coefficients, self._gradients.slot)
 
     def finish(self, open_batch: OpenBatch, table: Tensor) -> None:
         """Groups that span ranks: every rank knows all rows' figures by now and releases its own S."""

@@ -21,7 +21,7 @@ from vcpo.score_norms.gradient_sum import GradientSum, ParameterGradients
 from vcpo.score_norms.length import length, length_norms
 from vcpo.score_norms.logit import logit, logit_norms
 from vcpo.score_norms.loop import loop, trajectory_gradient
-from vcpo.score_norms.parts import Share
+from vcpo.score_norms.parts import Share, as_rows
 from vcpo.score_norms.self_check import SelfCheckResult, check_in_graph, self_check
 from vcpo.score_norms.single_pass import SinglePass
 from vcpo.score_norms.taps import Taps, norms_from_squares
@@ -33,6 +33,7 @@ __all__ = [
     "SelfCheckResult",
     "Share",
     "SinglePass",
+    "as_rows",
     "Taps",
     "check_in_graph",
     "exact",

@@ -24,5 +24,5 @@ def exact(model: nn.Module, batch: Batch) -> Tensor:
         logprobs = trajectory_logprobs(model, batch)
         zeros = torch.zeros(len(logprobs), dtype=torch.float64, device=logprobs.device)
         unused = GradientSum(taps.parameters)
-        everyone = Share(torch.arange(len(zeros), device=zeros.device), zeros, zeros, unused.slot, unused.slot)
+        everyone = Share(slice(0, len(zeros)), zeros, zeros, unused.slot, unused.slot)
         return norms_from_squares(taps.single_pass(logprobs, [everyone]).squares)

@@ -7,7 +7,7 @@ known), or, where writing out one trajectory's gradient costs less, both in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,20 @@ FUSED_ELEMENTS = 2**18
 """Elements of written-out gradients that one step of the fused way holds: what a core's cache takes (1 MiB in fp32)."""
 
 
+Rows = slice | Tensor
+"""Some of a micro-batch's n trajectories, ascending: a slice where they stand together (no copy), else int64 indices."""
+
+
+def as_rows(indices: Tensor) -> Rows:
+    """[m] int64, ascending -> the same rows, as a slice where that is possible."""
+    first, last = (int(indices[0]), int(indices[-1])) if len(indices) else (0, -1)
+    return slice(first, last + 1) if last - first + 1 == len(indices) else indices
+
+
+def _numbers(rows: Rows) -> Iterable[int]:
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+
+
 @dataclass(frozen=True)
 class Share:
     """Trajectories whose coefficients hang on one unknown number b, and where both halves of their gradient go.
@@ -27,8 +41,8 @@ class Share:
     c_i = direct_i + b beta_i: sum_i direct_i grad L_i is added to `gradients`, sum_i beta_i grad L_i to `shared`.
     """
 
-    rows: Tensor
-    """[m] int64, ascending: which trajectories of the micro-batch."""
+    rows: Rows
+    """Which m trajectories of the micro-batch."""
     direct: Tensor
     """[m] fp64."""
     beta: Tensor
@@ -49,7 +63,7 @@ class Part(Protocol):
         """|| grad L_i ||^2 of each parameter: [n] fp64."""
         ...
 
-    def add_combined(self, rows: Tensor, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+    def add_combined(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
         """into(name) += sum over `rows` of coefficients x grad L_i; coefficients [m] fp64."""
         ...
 
@@ -71,7 +85,7 @@ class RetainedPart:
         """See Part."""
         raise NotImplementedError
 
-    def add_combined(self, rows: Tensor, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+    def add_combined(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
         """See Part."""
         raise NotImplementedError
 
@@ -98,7 +112,7 @@ class Sums(RetainedPart):
     def squares(self) -> dict[str, Tensor]:
         return {self.names[0]: self.gradients.flatten(1).square().sum(1, dtype=torch.float64)}
 
-    def add_combined(self, rows: Tensor, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+    def add_combined(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
         target = into(self.names[0])
         chosen = self.gradients.flatten(1)[rows].to(target.dtype)
         target.add_((coefficients.to(target.dtype) @ chosen).view_as(target))
@@ -115,7 +129,7 @@ class TokenTable(RetainedPart):
     def squares(self) -> dict[str, Tensor]:
         return {self.names[0]: kernels.token_sq_norms(self.ids, self.d)}
 
-    def add_combined(self, rows: Tensor, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+    def add_combined(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
         target = into(self.names[0])
         scaled = self.d[rows].to(target.dtype) * coefficients.to(target.dtype)[:, None, None]
         target.index_add_(0, self.ids[rows].flatten(), scaled.flatten(0, 1))
@@ -132,7 +146,7 @@ class Outer:
     def squares(self) -> dict[str, Tensor]:
         return {self.names[0]: kernels.matrix_sq_norms(self.left, self.right)}
 
-    def add_combined(self, rows: Tensor, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+    def add_combined(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
         target = into(self.names[0])
         left, right = self._taken(rows)
         c = coefficients.to(target.dtype)[:, None, None]
@@ -152,7 +166,7 @@ class Outer:
             left, right = (kernels.upcast(x) for x in self._taken(share.rows))
             both = torch.stack([share.direct, share.beta]).to(right.dtype)
             left = left.transpose(1, 2)
-            for at in _slices(left.shape[1], len(share.rows) * right.shape[2]):
+            for at in _slices(left.shape[1], len(right) * right.shape[2]):
                 written = torch.bmm(left[:, at], right)
                 flat = written.flatten(1)
                 squares[share.rows] += torch.linalg.vecdot(flat, flat).double()
@@ -165,9 +179,7 @@ class Outer:
         """See `retain_is_cheaper`."""
         return retain_is_cheaper(self.left.shape[1], self.left.shape[2], self.right.shape[2])
 
-    def _taken(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        if len(rows) == len(self.left):  # rows come sorted, so these are all of them in order
-            return self.left, self.right
+    def _taken(self, rows: Rows) -> tuple[Tensor, Tensor]:
         return self.left[rows], self.right[rows]
 
 
@@ -198,8 +210,8 @@ class PerTrajectory:
                 totals[name][row] = gradient.double().square().sum()
         return totals
 
-    def add_combined(self, rows: Tensor, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
-        for row, coefficient in zip(rows.tolist(), coefficients.tolist(), strict=True):
+    def add_combined(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+        for row, coefficient in zip(_numbers(rows), coefficients.tolist(), strict=True):
             for name, gradient in self._gradients(row).items():
                 into(name).add_(gradient, alpha=coefficient)
 
@@ -207,7 +219,7 @@ class PerTrajectory:
         """Each trajectory is run again once."""
         totals = {name: torch.zeros(self._n, dtype=torch.float64) for name in self.names}
         for share in shares:
-            both = zip(share.rows.tolist(), share.direct.tolist(), share.beta.tolist(), strict=True)
+            both = zip(_numbers(share.rows), share.direct.tolist(), share.beta.tolist(), strict=True)
             for row, direct, beta in both:
                 for name, gradient in self._gradients(row).items():
                     totals[name][row] = gradient.double().square().sum()

@@ -83,7 +83,7 @@ def _single_pass(
         beta = (coefficients.detach()[rows] - direct) / b
         shares.append(Share(rows, direct, beta, total.slot, held.slot))
     found = taps.single_pass(trajectory_logprobs, shares, retain_graph=retain_graph)
-    found.combine(torch.arange(n, device=coefficients.device), coefficients.detach(), total.slot)
+    found.combine(slice(0, n), coefficients.detach(), total.slot)
     for held in sums:
         held.add_to(total, b)
     return found.squares, {name: total.slot(name) for name in taps.parameters}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vcpo.score_norms.calls import Call
 from vcpo.score_norms.collector import Collector
-from vcpo.score_norms.parts import Part, Share
+from vcpo.score_norms.parts import Part, Rows, Share
 
 
 class SinglePass(Collector):
@@ -33,11 +33,10 @@ class SinglePass(Collector):
             return part.squares()
         return part.fused([_by_local_name(share, call) for share in self.shares])
 
-    def combine(self, rows: Tensor, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
-        """into(name) += sum over rows [m] (ascending) of coefficients [m] x grad L_i, for the parts that were kept."""
-        if len(rows):
-            for call, part in self._retained:
-                part.add_combined(rows, coefficients, _named(into, call))
+    def combine(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+        """into(name) += sum over m rows of coefficients [m] x grad L_i, for the parts that were kept."""
+        for call, part in self._retained:
+            part.add_combined(rows, coefficients, _named(into, call))
 
 
 def _by_local_name(share: Share, call: Call) -> Share:

@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from vcpo.score_norms.module_run import Rule
-from vcpo.score_norms.rules.elementwise import elementwise, layer_norm, rms_norm
+from vcpo.score_norms.rules.norm_layers import layer_norm, rms_norm, rms_norm_of_transformers
 from vcpo.score_norms.rules.embedding import embedding, scaled_embedding
 from vcpo.score_norms.rules.generic import generic
 from vcpo.score_norms.rules.linear import conv1d, linear
 
 __all__ = ["RULES", "generic", "rule_for"]
 
-_ELEMENTWISE_NORMS = {
+_RMS_NORMS = {
     "gemma": "GemmaRMSNorm",
     "gemma2": "Gemma2RMSNorm",
     "gemma3": "Gemma3RMSNorm",
@@ -44,8 +44,8 @@ RULES: dict[str, Rule] = {
     "transformers.pytorch_utils.Conv1D.forward": conv1d,
     "transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding.forward": scaled_embedding,
     **{
-        f"transformers.models.{model}.modeling_{model}.{norm}.forward": elementwise
-        for model, norm in _ELEMENTWISE_NORMS.items()
+        f"transformers.models.{model}.modeling_{model}.{norm}.forward": rms_norm_of_transformers
+        for model, norm in _RMS_NORMS.items()
     },
 }
 

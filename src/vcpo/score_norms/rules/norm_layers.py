@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from vcpo.score_norms.kernels import upcast
@@ -28,19 +27,19 @@ def rms_norm(run: ModuleRun) -> list[Part]:
     return _affine(run, lambda x: F.rms_norm(x, list(module.normalized_shape), eps=module.eps))
 
 
-def elementwise(run: ModuleRun) -> list[Part]:
-    """A module whose only parameter is a weight [p] that broadcasts against [..., p], each feature with its own.
+def rms_norm_of_transformers(run: ModuleRun) -> list[Part]:
+    """transformers' RMSNorms over the last dimension, w xhat or (1 + w) xhat. weight: sum_t d_t * xhat_t.
 
-    The module runs once more with one copy of the weight per trajectory, and the copies take the gradients: whether
-    it multiplies by w or by 1 + w is the module's own affair.
+    They normalise in fp32 whatever comes in; so is it here.
     """
-    x, d = upcast(run.rows(run.input)), upcast(run.rows(run.grad))
-    weight = upcast(run.module.get_parameter("weight").detach())
-    copies = weight.expand(run.n, *[1] * (x.ndim - 2), -1).contiguous().requires_grad_()
-    with torch.enable_grad():
-        output = functional_call(run.module, {"weight": copies}, (x,))
-    (grad,) = torch.autograd.grad(output, copies, d)
-    return [Sums("weight", grad.reshape(run.n, *weight.shape))]
+    module = run.module
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    x, d = run.tokens(run.input.to(torch.float32)), upcast(run.tokens(run.grad))
+    features = x.shape[-1]
+    rstd = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / features + eps).rsqrt_()
+    # Three passes over [n, T, p] and one temporary: this runs for every norm of every layer.
+    gradients = (d * rstd).mul_(x).sum(1)
+    return [Sums("weight", gradients)]
 
 
 def _affine(run: ModuleRun, normalise: Callable[[Tensor], Tensor]) -> list[Part]:
