@@ -169,7 +169,7 @@ class Outer:
             for at in _slices(left.shape[1], len(right) * right.shape[2]):
                 written = torch.bmm(left[:, at], right)
                 flat = written.flatten(1)
-                squares[share.rows] += torch.linalg.vecdot(flat, flat).double()
+                squares[share.rows] += torch.linalg.vector_norm(flat, dim=1).double().square_()
                 sums = (both @ flat).unflatten(1, written.shape[1:])
                 gradients[at] += sums[0]
                 shared[at] += sums[1]
@@ -183,7 +183,7 @@ class Outer:
         return self.left[rows], self.right[rows]
 
 
-KAPPA = 64.0
+KAPPA = 45.0
 """What writing a matrix of one trajectory out costs in multiplications per entry, on a CPU core; calibrate elsewhere."""
 
 
