@@ -21,7 +21,8 @@ def way(request, monkeypatch):
     """Every layer kept until the coefficients are known, every one written out, or each as its size says."""
     if request.param != "chosen":
         monkeypatch.setattr(parts, "KAPPA", {"retain": 1e9, "fused": 0.0}[request.param])
-        monkeypatch.setattr(parts, "FUSED_ELEMENTS", 70)
+        monkeypatch.setattr(parts, "FUSED_ROWS", 5)
+        monkeypatch.setattr(parts, "FUSED_TRAJECTORIES", 2)
     return request.param
 
 

@@ -108,7 +108,7 @@ class Assembly:
         baselines = self.baseline_of(open_batch, at)
         live = open_batch.local("factors")[at] > 0
         coefficients = torch.zeros(len(at), dtype=torch.float64, device=at.device)
-        for group, share in plan.shares.items():
+        for group, share in list(plan.shares.items()):
             coefficients[share.rows] = share.direct
             members = live[share.rows]
             if not bool(members.any()):
@@ -117,14 +117,14 @@ class Assembly:
             if not bool(cut[share.rows][0]):
                 b = float(baselines[share.rows][members][0])
                 coefficients[share.rows] += (b - centre) * share.beta
-                plan.sums[group].add_to(self._gradients, b - centre)
+                plan.sums.pop(group).add_to(self._gradients, b - centre)
                 continue
             self._half_groups[group] = plan.sums[group]
             found.combine(share.rows, share.beta, plan.sums[group].slot)
             closed = self._close(open_batch, group)
             if closed is not None:
                 self._half_groups.pop(group).add_to(self._gradients, closed - centre)
-        found.combine(slice(0, len(at)), coefficients, self._gradients.slot)
+        found.use_up(coefficients, self._gradients.slot)
 
     def finish(self, open_batch: OpenBatch, table: Tensor) -> None:
         """Groups that span ranks: every rank knows all rows' figures by now and releases its own S."""

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from vcpo.score_norms import kernels
 
-FUSED_ELEMENTS = 2**18
-"""Elements of written-out gradients that one step of the fused way holds: what a core's cache takes (1 MiB in fp32)."""
+FUSED_ROWS = 128
+"""Rows of a matrix that the fused way writes out at a time: enough for a product to be quick, little enough for the cache."""
+FUSED_TRAJECTORIES = 8
+"""How many trajectories' rows at a time."""
 
 
 Rows = slice | Tensor
@@ -165,14 +167,17 @@ class Outer:
             gradients, shared = share.gradients(name), share.shared(name)
             left, right = (kernels.upcast(x) for x in self._taken(share.rows))
             both = torch.stack([share.direct, share.beta]).to(right.dtype)
-            left = left.transpose(1, 2)
-            for at in _slices(left.shape[1], len(right) * right.shape[2]):
-                written = torch.bmm(left[:, at], right)
-                flat = written.flatten(1)
-                squares[share.rows] += torch.linalg.vector_norm(flat, dim=1).double().square_()
-                sums = (both @ flat).unflatten(1, written.shape[1:])
-                gradients[at] += sums[0]
-                shared[at] += sums[1]
+            found = torch.zeros(len(left), dtype=torch.float64, device=left.device)
+            for rows in _slices(len(left), FUSED_TRAJECTORIES):
+                transposed = left[rows].transpose(1, 2)
+                for at in _slices(left.shape[2], FUSED_ROWS):
+                    written = torch.bmm(transposed[:, at], right[rows])
+                    flat = written.flatten(1)
+                    found[rows] += torch.linalg.vector_norm(flat, dim=1).double().square_()
+                    sums = (both[:, rows] @ flat).unflatten(1, written.shape[1:])
+                    gradients[at] += sums[0]
+                    shared[at] += sums[1]
+            squares[share.rows] = found
         return {name: squares}
 
     def should_retain(self, shares: int) -> bool:
@@ -183,7 +188,7 @@ class Outer:
         return self.left[rows], self.right[rows]
 
 
-KAPPA = 45.0
+KAPPA = 25.0
 """What writing a matrix of one trajectory out costs in multiplications per entry, on a CPU core; calibrate elsewhere."""
 
 
@@ -237,6 +242,5 @@ def _addmm(target: Tensor, left: Tensor, right: Tensor) -> None:
     target.addmm_(left.t(), right)
 
 
-def _slices(count: int, elements_each: int) -> Iterator[slice]:
-    step = max(1, FUSED_ELEMENTS // max(1, elements_each))
+def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(start, min(count, start + step)) for start in range(0, count, step))

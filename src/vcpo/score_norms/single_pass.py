@@ -38,6 +38,13 @@ class SinglePass(Collector):
         for call, part in self._retained:
             part.add_combined(rows, coefficients, _named(into, call))
 
+    def use_up(self, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
+        """`combine` for all n rows, for the last time: each part is let go of before the next one's gradient is made."""
+        everyone = slice(0, self._n)
+        while self._retained:
+            call, part = self._retained.pop()
+            part.add_combined(everyone, coefficients, _named(into, call))
+
 
 def _by_local_name(share: Share, call: Call) -> Share:
     return replace(share, gradients=_named(share.gradients, call), shared=_named(share.shared, call))

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from vcpo.score_norms.module_run import Rule
-from vcpo.score_norms.rules.norm_layers import layer_norm, rms_norm, rms_norm_of_transformers
 from vcpo.score_norms.rules.embedding import embedding, scaled_embedding
 from vcpo.score_norms.rules.generic import generic
 from vcpo.score_norms.rules.linear import conv1d, linear
+from vcpo.score_norms.rules.norm_layers import layer_norm, rms_norm, rms_norm_of_transformers
 
 __all__ = ["RULES", "generic", "rule_for"]
 
