@@ -110,6 +110,7 @@ def build_learner(config: RunConfig, policy: Policy) -> Learner:
         max_tokens_per_micro_batch=settings.max_tokens_per_micro_batch,
         loss=settings.loss,
         loss_options=settings.loss_options,
+        chunk_vocabulary=settings.chunk_vocabulary,
     )
 
 

@@ -6,13 +6,25 @@ import pytest
 import torch
 
 from vcpo import core
+from vcpo.forward import forward_hidden
 from vcpo.packed import forward_packed, pack
-from vcpo.score_norms import GradientSum, Share, Taps, loop, norms_from_squares, parts, self_check, trajectory_gradient
+from vcpo.score_norms import (
+    GradientSum,
+    Share,
+    Taps,
+    chunked_head,
+    chunked_token_logprobs,
+    loop,
+    norms_from_squares,
+    parts,
+    self_check,
+    trajectory_gradient,
+)
 from vcpo.score_norms.scoring import scoring_mode, trajectory_logprobs
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"]
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-LAYOUT = pytest.mark.parametrize("layout", ["right", "left", "packed"])
+LAYOUT = pytest.mark.parametrize("layout", ["right", "left", "packed", "chunked"])
 B = 0.6
 
 
@@ -21,12 +33,20 @@ def way(request, monkeypatch):
     """Every layer kept until the coefficients are known, every one written out, or each as its size says."""
     if request.param != "chosen":
         monkeypatch.setattr(parts, "KAPPA", {"retain": 1e9, "fused": 0.0}[request.param])
+        monkeypatch.setattr(chunked_head, "SLICE", 5)
+        monkeypatch.setattr(chunked_head, "FORWARD_ELEMENTS", 70)
         monkeypatch.setattr(parts, "FUSED_ROWS", 5)
         monkeypatch.setattr(parts, "FUSED_TRAJECTORIES", 2)
     return request.param
 
 
 def logprobs_of(model, batch, layout, taps):
+    if layout == "chunked":
+        taps.arm()
+        ids = torch.where(batch.attention_mask, batch.input_ids, 0)
+        hidden, head = forward_hidden(model, ids, batch.attention_mask)
+        logprobs = chunked_token_logprobs(hidden, head, ids, temperature=batch.temperature)
+        return core.masked_sum(logprobs, batch.action_mask)
     if layout != "packed":
         taps.arm()
         return trajectory_logprobs(model, batch)
@@ -70,12 +90,12 @@ def check(model, batch, layout, rtol=1e-12):
 @TIED
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_and_gradient(family, tied, layout, way, make_tiny_model, make_ragged_batch, fp64_internals):
-    batch = make_ragged_batch("right" if layout == "packed" else layout)
+    batch = make_ragged_batch("left" if layout == "left" else "right")
     check(make_tiny_model(family, tied=tied), batch, layout)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Model has `tie_word_embeddings")
-@LAYOUT
+@pytest.mark.parametrize("layout", ["right", "left", "packed"])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear", ["lm_head", "up_proj"]], ids=str)
 def test_lora_adapters(targets, layout, way, make_tiny_model, make_ragged_batch, fp64_internals):
     peft = pytest.importorskip("peft")

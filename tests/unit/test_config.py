@@ -228,6 +228,10 @@ def test_a_staleness_threshold_is_refused_with_the_reason(recipe, word):
         (["rollout.n=1"], "rollout.num_generations = 1: the baseline of a group compares its trajectories"),
         (["policy.architecture.model_type=llama"], "[policy] needs exactly one of path and architecture, both are set"),
         (
+            ["learner.chunk_vocabulary=true", "variance_control.score_norms=logit"],
+            'learner.chunk_vocabulary = true does not go with variance_control.score_norms = "logit"',
+        ),
+        (
             ["variance_control.step_control=closed_loop"],
             'variance_control.step_control = "closed_loop" is not available yet',
         ),

@@ -48,6 +48,8 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
 
 def _variance_control_rules(config: RunConfig) -> Iterator[str]:
     vc = config.variance_control
+    if vc.score_norms == "logit" and config.learner.chunk_vocabulary:
+        yield 'learner.chunk_vocabulary = true does not go with variance_control.score_norms = "logit": use "exact"'
     if vc.step_control == "closed_loop":
         yield 'variance_control.step_control = "closed_loop" is not available yet: use "ess"'
     if vc.reference == "auto" and vc.step_control != "ess":

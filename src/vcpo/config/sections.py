@@ -123,6 +123,8 @@ class LearnerConfig(Section):
     """AdamW's decoupled weight decay, per unit of learning rate."""
     max_tokens_per_micro_batch: Count = 8192
     """Largest micro-batch, tokens with padding; smaller needs less memory and gives the same step."""
+    chunk_vocabulary: bool = False
+    """Never hold a micro-batch's logits whole: less memory where the vocabulary is large, more time; not with `logit` norms."""
     threads: Count = 1
     """CPU threads of the learner."""
     loss: Literal["reinforce", "ppo_clip"] = "reinforce"

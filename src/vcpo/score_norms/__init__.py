@@ -16,6 +16,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from vcpo.batch import Batch
+from vcpo.score_norms.chunked_head import chunked_token_logprobs
 from vcpo.score_norms.exact import exact
 from vcpo.score_norms.gradient_sum import GradientSum, ParameterGradients
 from vcpo.score_norms.length import length, length_norms
@@ -36,6 +37,7 @@ __all__ = [
     "Taps",
     "as_rows",
     "check_in_graph",
+    "chunked_token_logprobs",
     "exact",
     "length",
     "length_norms",

@@ -113,6 +113,22 @@ def record_call(
     )
 
 
+def stand_in_call(owner: Owner, hidden: Tensor) -> Call:
+    """A run of a linear head by a function that never makes its output: the rule is not asked, the graph is walked."""
+    return Call(
+        owner=owner,
+        saved=(),
+        template=[],
+        spec=tree_flatten(((), {}))[1],
+        tensor_at=(),
+        output_at=(),
+        views=frozenset(),
+        autocast=(hidden.device.type, False, torch.bfloat16),
+        token_ids=None,
+        input_nodes=[get_gradient_edge(hidden).node] if hidden.requires_grad else [],
+    )
+
+
 def detached(tensor: Tensor) -> Tensor:
     """The same values without history: norms, and baselines made of them, must not carry gradient."""
     return tensor.detach()

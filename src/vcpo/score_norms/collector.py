@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms.calls import Call
+from vcpo.score_norms.chunked_head import ChunkedHead, HeadSlices
 from vcpo.score_norms.packing import Packing
 from vcpo.score_norms.parts import Part
 from vcpo.score_norms.rules.embedding import TOKEN_GRADIENTS
@@ -56,6 +57,17 @@ class Collector:
                     self._add(name, cross.at_embedding(run))
         finally:
             self.busy = False
+
+    def visit_head(self, call: Call, slices: HeadSlices) -> None:
+        """The turn of a head whose logits were never whole."""
+        if len(slices.hidden) != self._n:
+            raise ScoreNormError(
+                f"module '{call.owner.name}' saw {len(slices.hidden)} rows where {self._n} trajectories are scored"
+            )
+        if call in self._ties:
+            self._ties[call][1].at_chunked_head(slices)
+        for local, squares in self.take(call, ChunkedHead(slices)).items():
+            self._add(call.owner.parameters[local], squares)
 
     def take(self, call: Call, part: Part) -> dict[str, Tensor]:
         """What is done with a part; here only its squares, by the module's own names."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms.audit import check_every_use_is_tapped
-from vcpo.score_norms.calls import Call, Owner, owners_of, record_call
+from vcpo.score_norms.calls import Call, Owner, owners_of, record_call, stand_in_call
+from vcpo.score_norms.chunked_head import HeadSlices
 from vcpo.score_norms.collector import Collector
 from vcpo.score_norms.packing import Packing
 from vcpo.score_norms.parts import Share
@@ -30,6 +32,14 @@ from vcpo.score_norms.scoring import trainable_parameters
 from vcpo.score_norms.single_pass import SinglePass
 
 C = TypeVar("C", bound=Collector)
+
+_ARMED: WeakKeyDictionary[nn.Module, Taps] = WeakKeyDictionary()
+"""Which taps record the forward that a module takes part in, for functions that stand in for the module's own."""
+
+
+def armed_taps(module: nn.Module) -> Taps | None:
+    """The taps that record now and include this module."""
+    return _ARMED.get(module)
 
 
 class Taps:
@@ -77,10 +87,13 @@ class Taps:
             hook = self._hook(owner)
             # First in the queue: the tap must see what the module itself returned, not what another hook made of it.
             self._handles.append(owner.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            _ARMED[owner.module] = self
 
     def mute(self) -> None:
         """Record no further forward; the one that was recorded stays available."""
         self._recording = False
+        for owner in self._owners:
+            _ARMED.pop(owner.module, None)
 
     def release(self) -> None:
         """Take the hooks off the model and forget the forward."""
@@ -158,6 +171,24 @@ class Taps:
             return tree_unflatten(leaves, spec)
 
         return tap
+
+    def chunked_head(
+        self, head: nn.Module, hidden: Tensor, run: Callable[[Callable[[HeadSlices], bool], Tensor], Tensor]
+    ) -> Tensor:
+        """Record log-probs made by chunked_head.py in place of the head's own forward."""
+        if self._segments is not None:
+            raise ScoreNormError("chunked log-probs do not go with packed rows: pad them, or take the logits whole")
+        owner = next(owner for owner in self._owners if owner.module is head)
+        call = stand_in_call(owner, hidden)
+
+        def visit(slices: HeadSlices) -> bool:
+            if self._collector is not None:
+                self._collector.visit_head(call, slices)
+            return self._collector is not None
+
+        taken = run(visit, self._anchor)
+        self._calls[get_gradient_edge(taken).node] = call
+        return taken
 
     def _check_recorded(self) -> None:
         if not self._calls:

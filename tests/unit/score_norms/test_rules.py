@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from vcpo.score_norms.rules import RULES, generic, rule_for
-from vcpo.score_norms.rules.norm_layers import layer_norm, rms_norm
 from vcpo.score_norms.rules.embedding import embedding
 from vcpo.score_norms.rules.linear import linear
+from vcpo.score_norms.rules.norm_layers import layer_norm, rms_norm
 
 
 @pytest.mark.parametrize("name", RULES)

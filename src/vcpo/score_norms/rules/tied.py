@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vcpo.score_norms.chunked_head import HeadSlices
 from vcpo.score_norms.kernels import head_gradient_at, upcast
 from vcpo.score_norms.module_run import ModuleRun, Rule
 from vcpo.score_norms.rules.embedding import TOKEN_GRADIENTS
@@ -25,6 +26,10 @@ class TiedCrossTerm:
         """Keep what the cross term needs of the head's gradient."""
         ids = run.rows(self._ids).reshape(run.n, -1)
         self._head = head_gradient_at(ids, run.tokens(run.input), run.tokens(run.grad))
+
+    def at_chunked_head(self, slices: HeadSlices) -> None:
+        """The same from a head whose logits were never whole."""
+        self._head = slices.named(self._ids)
 
     def at_embedding(self, run: ModuleRun) -> Tensor:
         """The cross term, [n] fp64; 0 when no gradient came through the head."""
