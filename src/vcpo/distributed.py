@@ -10,6 +10,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 ProcessGroup = dist.ProcessGroup
 
@@ -22,6 +24,18 @@ def world_size(group: ProcessGroup | None = None) -> int:
 def rank(group: ProcessGroup | None = None) -> int:
     """This process's place in the group, from 0."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether the parameter lives in pieces on several ranks (FSDP2's DTensor)."""
+    return isinstance(parameter, DTensor)
+
+
+def sum_over_ranks_not_mean(model: torch.nn.Module) -> None:
+    """Have FSDP2 add gradients up over the ranks; left alone it averages, and coefficients are divided already."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
 
 
 def gather_rows(rows: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, int]:
@@ -50,6 +64,8 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: ProcessGroup 
     if world_size(group) == 1:
         return
     for parameter in parameters:
+        if is_sharded(parameter):
+            continue  # FSDP2 has done it in the backward
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM, group=group)

@@ -84,8 +84,7 @@ def make_ragged_batch() -> Callable[..., Batch]:
     return _batch
 
 
-@pytest.fixture
-def fp64_internals(monkeypatch: pytest.MonkeyPatch) -> None:
+def widen_internals(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers casts norms, rotary tables and router probabilities to fp32 inside; here these stay in fp64.
 
     Without it a fault of 1e-8 hides behind their rounding.
@@ -103,3 +102,9 @@ def fp64_internals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch.Tensor, "to", widening(torch.Tensor.to))
     monkeypatch.setattr(torch.nn.functional, "softmax", widening(torch.nn.functional.softmax))
+
+
+@pytest.fixture
+def fp64_internals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers does in fp32 inside is done in fp64."""
+    widen_internals(monkeypatch)

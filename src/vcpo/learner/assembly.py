@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vcpo.distributed import is_sharded
+from vcpo.errors import BatchError
 from vcpo.learner.baseline_rule import BaselineRule
 from vcpo.learner.open_batch import OpenBatch
 from vcpo.score_norms import GradientSum, ParameterGradients, Share, SinglePass, as_rows
@@ -80,6 +82,11 @@ class Assembly:
 
     def _keep_half(self, open_batch: OpenBatch, share: int, share_sum: Tensor) -> None:
         """Add this micro-batch's part of S: one more backward, only for groups that a micro-batch has cut."""
+        if any(is_sharded(p) for p in self._parameters.values()):
+            raise BatchError(
+                "with sharded parameters (FSDP2) every group must be whole in one micro-batch of one rank when the baseline "
+                "is optimal: use larger micro-batches and deal whole groups to ranks, or another baseline"
+            )
         parts = torch.autograd.grad(share_sum, list(self._parameters.values()), retain_graph=True, allow_unused=True)
         half = self._half_groups.setdefault(share, GradientSum(self._parameters))
         half.add(dict(zip(self._parameters, parts, strict=True)))

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vcpo.distributed import is_sharded
 
 MEDIAN_WINDOW = 50
 MEDIAN_FACTOR = 1.5
@@ -54,10 +57,17 @@ class GradientClip:
 
 def global_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
     """Norm of all gradients together, accumulated in fp32 or better; 0.0 when there are none."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return 0.0
-    return float(torch.nn.utils.get_total_norm([torch.linalg.vector_norm(g, dtype=_wide(g)) for g in gradients]))
+    squares = 0.0
+    for sharded in (False, True):  # pieces on several ranks do not mix with whole tensors
+        norms = [
+            torch.linalg.vector_norm(p.grad, dtype=_wide(p.grad))
+            for p in parameters
+            if p.grad is not None and is_sharded(p) == sharded
+        ]
+        if norms:
+            total = torch.nn.utils.get_total_norm(norms)
+            squares += float(total.full_tensor() if isinstance(total, DTensor) else total) ** 2
+    return math.sqrt(squares)
 
 
 def scale_gradients(parameters: Sequence[torch.nn.Parameter], factor: float) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from vcpo import score_norms as norms
 from vcpo.batch import Batch
 from vcpo.core.masking import masked_sum
-from vcpo.errors import BatchError, ScoreNormError
+from vcpo.distributed import is_sharded
+from vcpo.errors import BatchError, ConfigError, ScoreNormError
 
 COSTS = {
     "two_pass": "the same numbers, about 0.6 of a step more",
@@ -30,7 +31,9 @@ class ScoreSource:
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model = model
-        self.method = norms.resolve(name)
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._sharded = any(is_sharded(p) for p in self._parameters.values())
+        self.method = _for_sharded(name) if self._sharded else norms.resolve(name)
         """loop, two_pass, exact, logit or length: what is in use now."""
         self._taps: norms.Taps | None = None
         self._checked: set[str] = set()
@@ -47,6 +50,8 @@ class ScoreSource:
             if self._taps is None:
                 self._taps = norms.Taps(self.model)
         except ScoreNormError as error:
+            if self._sharded:
+                raise
             self._fall_back(str(error), to="loop")
             yield
             return
@@ -77,8 +82,10 @@ class ScoreSource:
                 self._check_in_graph("two_pass", taps, sums, squares, action_mask)
                 return norms.norms_from_squares(squares).detach()
             except ScoreNormError as error:
+                if self._sharded:
+                    raise
                 self._fall_back(str(error), to="loop")
-        return _row_norms(sums, [p for p in self.model.parameters() if p.requires_grad])
+        return _row_norms(sums, list(self._parameters.values()))
 
     def single_pass_ready(self, learner_logprobs: Tensor, action_mask: Tensor) -> bool:
         """Whether norms and gradient can come from one backward now; checks that once, and falls back where they differ."""
@@ -106,6 +113,8 @@ class ScoreSource:
 
         Unlike the check in the graph it sees a forward that mixes trajectories. At most two trajectories are run.
         """
+        if self._sharded:  # ranks would need the same number of forwards; the check in the graph is theirs together
+            return
         while self.method in ("exact", "two_pass") and f"{self.method} alone" not in self._checked:
             try:
                 found = norms.self_check(self.model, _two_rows(batch), self.method)
@@ -124,8 +133,14 @@ class ScoreSource:
         self, method: str, taps: norms.Taps, sums: Tensor, squares: dict[str, Tensor], mask: Tensor
     ) -> None:
         """Once, on the first micro-batch with actions; ScoreNormError names the parameter."""
+        if method in self._checked:
+            return
+        if self._sharded:
+            _raise_unless_ok(norms.check_sharded(taps, sums, squares))
+            self._checked.add(method)
+            return
         lengths = mask.bool().sum(1)
-        if method in self._checked or not bool(lengths.any()):
+        if not bool(lengths.any()):
             return
         # A ragged row and not the first one, where there is a choice: padding and row order are what goes wrong.
         order = sorted(
@@ -140,6 +155,19 @@ class ScoreSource:
             stacklevel=5,
         )
         self.method = to
+
+
+def _for_sharded(name: str) -> str:
+    """What of the methods works where parameters live in pieces (FSDP2): ordinary backwards, taps, and the proxies."""
+    if name == "loop":
+        raise ConfigError('score_norms="loop" does not work with sharded parameters (FSDP2): use two_pass')
+    if name == "exact":
+        warnings.warn(
+            f"score_norms=exact writes gradients itself, which sharded parameters (FSDP2) do not allow; using two_pass: "
+            f"{COSTS['two_pass']}",
+            stacklevel=4,
+        )
+    return "two_pass" if name in ("auto", "exact") else norms.resolve(name)
 
 
 def _raise_unless_ok(found: norms.SelfCheckResult) -> None:

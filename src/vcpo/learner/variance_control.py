@@ -27,7 +27,7 @@ from vcpo import core
 from vcpo import score_norms as norms
 from vcpo.batch import Batch
 from vcpo.core.masking import masked_sum
-from vcpo.distributed import ProcessGroup, gather_rows, sum_gradients
+from vcpo.distributed import ProcessGroup, gather_rows, sum_gradients, sum_over_ranks_not_mean
 from vcpo.errors import BatchError, ConfigError
 from vcpo.learner.assembly import Assembly
 from vcpo.learner.baseline_rule import BaselineRule
@@ -90,6 +90,9 @@ class VarianceControl:
         constant_length: tokens; the divisor of aggregation seq_mean_token_sum_norm.
         process_group: data-parallel ranks; None is torch's default group when one is initialised.
 
+        A model under FSDP2 (`fully_shard`) is told to sum gradients over ranks instead of averaging them. There every rank
+        runs the same number of micro-batches, and with baseline="optimal" every group is whole in one of them.
+
         Raises ConfigError (a ValueError) when an argument is unknown or two do not go together.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -111,6 +114,7 @@ class VarianceControl:
         self.model = model
         self.optimizer = optimizer
         self._scores = ScoreSource(model, score_norms)
+        sum_over_ranks_not_mean(model)
         self.weight_treatment = weight_treatment
         self.cap = float(cap)
         self._rule = BaselineRule(baseline, weights, self.cap, by_length=aggregation == "seq_mean_token_mean")

@@ -23,7 +23,7 @@ from vcpo.score_norms.length import length, length_norms
 from vcpo.score_norms.logit import logit, logit_norms
 from vcpo.score_norms.loop import loop, trajectory_gradient
 from vcpo.score_norms.parts import Share, as_rows
-from vcpo.score_norms.self_check import SelfCheckResult, check_in_graph, self_check
+from vcpo.score_norms.self_check import SelfCheckResult, check_in_graph, check_sharded, self_check
 from vcpo.score_norms.single_pass import SinglePass
 from vcpo.score_norms.taps import Taps, norms_from_squares
 from vcpo.score_norms.two_pass import two_pass
@@ -37,6 +37,7 @@ __all__ = [
     "Taps",
     "as_rows",
     "check_in_graph",
+    "check_sharded",
     "chunked_token_logprobs",
     "exact",
     "length",

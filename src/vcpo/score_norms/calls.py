@@ -60,6 +60,8 @@ class Call:
     autocast: tuple[str, bool, torch.dtype]
     token_ids: Tensor | None
     """First argument where it holds integers: what a tied head needs before the embedding's turn."""
+    used: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Name in the model -> the parameter that the module held when it ran (FSDP2 puts whole copies there)."""
     input_nodes: list[Node] = field(default_factory=list)
     output_nodes: list[Node] = field(default_factory=list)
 
@@ -108,6 +110,7 @@ def record_call(
         views=frozenset(v for t in inputs if (v := _flattened_from(t)) is not None),
         autocast=(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         token_ids=first if first is not None and not first.is_floating_point() else None,
+        used={name: owner.module.get_parameter(local) for local, name in owner.parameters.items()},
         input_nodes=[get_gradient_edge(t).node for t in inputs if t.requires_grad],
         output_nodes=[get_gradient_edge(t).node for t in outputs],
     )

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vcpo.batch import Batch
 from vcpo.errors import ScoreNormError
@@ -111,6 +113,30 @@ def check_in_graph(
     else:  # without history the two gradients are one and the same
         return norm
     return _worse(norm, _compare_gradients(assembled, plain, taps.parameters))
+
+
+def check_sharded(taps: Taps, trajectory_logprobs: Tensor, squares: Mapping[str, Tensor]) -> SelfCheckResult:
+    """The norms of rank 0's last trajectory against an ordinary backward, where parameters live in pieces (FSDP2).
+
+    Collective: every rank runs the same backward, the others with weight 0, and all come to the same verdict. The graph
+    is kept and `.grad` put back as it was.
+    """
+    before = {name: p.grad for name, p in taps.parameters.items()}
+    for p in taps.parameters.values():
+        p.grad = None
+    mine = 1.0 if dist.get_rank() == 0 else 0.0
+    (mine * trajectory_logprobs[-1]).backward(retain_graph=True)
+    names = list(taps.parameters)
+    found = torch.stack([squares[name][-1].detach() for name in names])
+    dist.broadcast(found, src=0)
+    true: dict[str, float] = {}
+    for name, p in taps.parameters.items():
+        norm = torch.zeros(()) if p.grad is None else torch.linalg.vector_norm(p.grad.double())
+        true[name] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+        p.grad = before[name]
+    floor = NEGLIGIBLE * sum(true.values())
+    errors = {n: _ratio(abs(float(sq) - true[n]), max(true[n], floor)) for n, sq in zip(names, found, strict=True)}
+    return _result(errors, "norm", taps.parameters)
 
 
 def _ragged_row(batch: Batch) -> int:

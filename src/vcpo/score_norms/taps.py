@@ -137,10 +137,19 @@ class Taps:
             )
         self._check_recorded()
         root = get_gradient_edge(trajectory_logprobs).node
-        check_every_use_is_tapped([root], self._calls, self.parameters)
+        check_every_use_is_tapped([root], self._calls, {**self.parameters, **self._stand_ins()})
         n, device = len(trajectory_logprobs), trajectory_logprobs.device
         packing = None if self._segments is None else Packing(self._segments, n)
         return kind(list(self._calls.values()), self.parameters, n, device, packing)
+
+    def _stand_ins(self) -> dict[str, nn.Parameter]:
+        """Under FSDP2 the forward used whole copies of the parameters; each goes by the name of what it was made of."""
+        return {
+            name: copy
+            for call in self._calls.values()
+            for name, copy in call.used.items()
+            if copy is not self.parameters[name]
+        }
 
     def _visit(self, collector: Collector, trajectory_logprobs: Tensor, retain_graph: bool) -> None:
         self._collector = collector
