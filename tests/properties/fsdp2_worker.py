@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vcpo import VarianceControl, core
+from vcpo.errors import VcpoError
 from vcpo.forward import forward_logits
 from vcpo.score_norms import calls, parts, rules
 
@@ -106,7 +107,7 @@ def main() -> None:
         for settings in job["settings"]:
             try:
                 results.append(one_batch(job, settings, job["rows"][int(rank)], sharded=True))
-            except ValueError as error:
+            except (ValueError, VcpoError) as error:
                 results.append({"error": f"{type(error).__name__}: {error}"})
         dist.destroy_process_group()
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
