@@ -40,11 +40,11 @@ def bench_overhead(
     torch.set_num_threads(threads)
     batch = _batch(tokens, batch_size, vocabulary)
     plain = _plain_step(_model(width, layers, vocabulary, tokens), batch)
-    plain_peak = _peak_bytes(plain)
+    plain_peak = peak_bytes(plain)
     rows: list[dict[str, Any]] = []
     for method in methods:
         step = _controlled_step(_model(width, layers, vocabulary, tokens), batch, method)
-        pairs = _paired(plain, step, repeats)
+        pairs = paired(plain, step, repeats)
         rows.append(
             {
                 "score_norms": method,
@@ -53,7 +53,7 @@ def bench_overhead(
                 "time_ratio": statistics.median(b / a for a, b in pairs),
                 "time_ratio_min": min(b / a for a, b in pairs),
                 "time_ratio_max": max(b / a for a, b in pairs),
-                "memory_ratio": _peak_bytes(step) / plain_peak,
+                "memory_ratio": peak_bytes(step) / plain_peak,
             }
         )
     settings = {"tokens": tokens, "batch_size": batch_size, "width": width, "layers": layers, "vocabulary": vocabulary}
@@ -130,7 +130,8 @@ def _controlled_step(model: torch.nn.Module, batch: Batch, method: str) -> Step:
     return step
 
 
-def _paired(a: Step, b: Step, repeats: int) -> list[tuple[float, float]]:
+def paired(a: Step, b: Step, repeats: int) -> list[tuple[float, float]]:
+    """Seconds of a and of b, back to back; which comes first alternates."""
     for step in (a, b, a, b):
         step()
     pairs: list[tuple[float, float]] = []
@@ -148,7 +149,7 @@ def _seconds(step: Step) -> float:
     return time.process_time() - begin
 
 
-def _peak_bytes(step: Step) -> int:
+def peak_bytes(step: Step) -> int:
     """The most that one step held above what was held before it, from the allocator's own trace."""
     from torch.profiler import ProfilerActivity, profile
 

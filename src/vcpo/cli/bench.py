@@ -106,6 +106,39 @@ def speed(
     typer.echo(json.dumps(evidence) if as_json else page)
 
 
+@bench_app.command("score-norms")
+@one_line_errors
+def score_norms(
+    cells: Annotated[
+        str | None, typer.Option(help="Only cells whose name contains one of these words, such as 'T=64,LoRA'.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Where JSON and page go.")] = Path("docs/results"),
+    plot: Annotated[bool, typer.Option("--plot", help="Only write the page again from the JSON.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What exact score norms cost over a plain step: time, peak memory and error of every method."""
+    from vcpo.bench.evidence import command_line, write_evidence
+    from vcpo.bench.score_norms import CELLS, bench_score_norms
+    from vcpo.bench.score_norms_page import score_norms_page
+
+    source = results / "score-norms.json"
+    if plot:
+        if not source.exists():
+            raise ConfigError(f"{source} does not exist: run `vcpo bench score-norms` first")
+        evidence = json.loads(source.read_text(encoding="utf-8"))
+    else:
+        chosen = tuple(c for c in CELLS if cells is None or any(word in c.name for word in cells.split(",")))
+        if not chosen:
+            raise ConfigError(f"--cells {cells!r} names no cell; there are: {', '.join(c.name for c in CELLS)}")
+        say = lambda line: typer.echo(line, err=as_json)  # noqa: E731
+        evidence = bench_score_norms(chosen, command=command_line(), report=say)
+        write_evidence(source, evidence)
+    notes = results / "score-norms-notes.md"
+    page = score_norms_page(evidence, notes.read_text(encoding="utf-8") if notes.exists() else "")
+    (results / "score-norms.md").write_text(page, encoding="utf-8")
+    typer.echo(json.dumps(evidence) if as_json else page)
+
+
 @bench_app.command("startup")
 @one_line_errors
 def startup(save: Save = None, as_json: Json = False) -> None:
