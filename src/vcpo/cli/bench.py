@@ -139,6 +139,45 @@ def score_norms(
     typer.echo(json.dumps(evidence) if as_json else page)
 
 
+@bench_app.command("proxies")
+@one_line_errors
+def proxies(
+    model: Annotated[Path, typer.Option(help="Folder of a pretrained chat model; `make smollm2` fetches one.")] = Path(
+        ".vcpo-cache/models/smollm2-135m-instruct"
+    ),
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts; intervals are over these.")] = 10,
+    groups: Annotated[int, typer.Option(min=2, help="Groups of 8 per prompt.")] = 5,
+    lag: Annotated[int, typer.Option(min=0, help="Updates between sampling and measuring.")] = 4,
+    lr: Annotated[float, typer.Option(help="Learning rate of these updates.")] = 1e-5,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, samples and sketches.")] = 0,
+    results: Annotated[Path, typer.Option(help="Where JSON and page go.")] = Path("docs/results"),
+    plot: Annotated[bool, typer.Option("--plot", help="Only write the page again from the JSON.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Whether cheap score norms make as good a baseline as exact ones, on a pretrained model with stale rollouts."""
+    from vcpo.bench.evidence import command_line, provenance, write_evidence
+    from vcpo.bench.proxies import bench_proxies
+    from vcpo.bench.proxies_page import proxies_page
+
+    source = results / "score-norm-proxies.json"
+    if plot:
+        if not source.exists():
+            raise ConfigError(f"{source} does not exist: run `vcpo bench proxies` first")
+        evidence = json.loads(source.read_text(encoding="utf-8"))
+    else:
+        if not model.exists():
+            raise ConfigError(f"{model} does not exist: `make smollm2` fetches it, or give --model FOLDER")
+        say = lambda line: typer.echo(line, err=as_json)  # noqa: E731
+        settings = {"prompts": prompts, "groups": groups, "lag": lag, "lr": lr, "seed": seed}
+        found = bench_proxies(model, **settings, report=say)
+        evidence = {**provenance(command_line()), "seeds": [seed], "model": model.name, **found}
+        write_evidence(source, evidence)
+    notes = results / "score-norm-proxies-notes.md"
+    page = proxies_page(evidence, notes.read_text(encoding="utf-8") if notes.exists() else "")
+    (results / "score-norm-proxies.md").write_text(page, encoding="utf-8")
+    typer.echo(json.dumps(evidence) if as_json else page)
+
+
 @bench_app.command("startup")
 @one_line_errors
 def startup(save: Save = None, as_json: Json = False) -> None:
