@@ -12,6 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vcpo.errors import ScoreNormError
+from vcpo.score_norms.kernels import LastGram
 from vcpo.score_norms.module_run import ModuleRun, Rule
 from vcpo.score_norms.packing import Packing
 from vcpo.score_norms.rules import generic, rule_for
@@ -66,7 +67,12 @@ class Call:
     output_nodes: list[Node] = field(default_factory=list)
 
     def run(
-        self, saved: Sequence[Tensor], grads: tuple[Tensor | None, ...], n: int, packing: Packing | None
+        self,
+        saved: Sequence[Tensor],
+        grads: tuple[Tensor | None, ...],
+        n: int,
+        packing: Packing | None,
+        last_gram: LastGram | None = None,
     ) -> ModuleRun:
         """What the rule sees, from the tensors that came back out of the graph."""
         leaves = list(self.template)
@@ -87,6 +93,7 @@ class Call:
             flattened=frozenset(size for rows, size in self.views if rows == (n if packing is None else 1)),
             autocast=self.autocast,
             packing=packing,
+            last_gram=last_gram,
         )
 
 

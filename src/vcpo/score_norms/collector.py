@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms.calls import Call
 from vcpo.score_norms.chunked_head import ChunkedHead, HeadSlices
+from vcpo.score_norms.kernels import LastGram
 from vcpo.score_norms.packing import Packing
 from vcpo.score_norms.parts import Part
 from vcpo.score_norms.rules.embedding import TOKEN_GRADIENTS
@@ -37,13 +38,14 @@ class Collector:
         """The backward has begun to repeat forwards: gradient checkpointing, so nothing large may be kept."""
         self._n = n
         self._packing = packing
+        self._last_gram = LastGram()
         self._ties = _tied_pairs(calls)
 
     def visit(self, call: Call, saved: Sequence[Tensor], grads: tuple[Tensor | None, ...]) -> None:
         """One tap's turn: `saved` as the call put it into the graph, the gradients at its outputs."""
         if all(g is None for g in grads):
             return
-        run = call.run(saved, grads, self._n, self._packing)
+        run = call.run(saved, grads, self._n, self._packing, self._last_gram)
         self.busy = True
         try:
             for part in call.owner.rule(run):

@@ -19,13 +19,36 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def matrix_sq_norms(x: Tensor, d: Tensor) -> Tensor:
+class LastGram:
+    """x x^T of the last input seen: q, k and v, or gate and up, are fed the same one, one after the other."""
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None
+        self._key: tuple[object, ...] = ()
+        self._gram: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """[n, T, T], made anew unless the last input was this very one."""
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        if self._gram is None or key != self._key:
+            wide = upcast(x)
+            self._gram = wide @ wide.transpose(1, 2)
+            # The tensor is held too, so that its memory cannot become another's.
+            self._seen, self._key = x, key
+        return self._gram
+
+
+def matrix_sq_norms(x: Tensor, d: Tensor, last: LastGram | None = None) -> Tensor:
     """|| sum_t d_t x_t^T ||^2 of each trajectory: x [n, T, p], d [n, T, q] -> [n] fp64.
 
     Two ways of the same number; the cheaper one is taken: the Gram form <x x^T, d d^T> over pairs of tokens,
-    T^2 (p + q) products, or the matrix itself, T p q.
+    T^2 (p + q) products, or the matrix itself, T p q. `last` spares x x^T where modules share their input x.
     """
     tokens, p, q = x.shape[1], x.shape[2], d.shape[2]
+    if last is not None and tokens * (p + q) <= p * q and len(x) * tokens * tokens <= MAX_ELEMENTS:
+        wide = upcast(d)
+        pairs = (wide @ wide.transpose(1, 2)).mul_(last.of(x))
+        return pairs.sum(2).sum(1, dtype=torch.float64).clamp(min=0)
     form = _gram if tokens * (p + q) <= p * q else _materialised
     return torch.cat([form(upcast(x[at]), upcast(d[at])) for at in _row_chunks(len(x), min(tokens * tokens, p * q))])
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.errors import ScoreNormError
+from vcpo.score_norms.kernels import LastGram
 from vcpo.score_norms.packing import Packing
 from vcpo.score_norms.parts import Part
 
@@ -35,6 +36,8 @@ class ModuleRun:
     """Sizes of a first dimension known to be [n, s] tokens flattened row by row."""
     autocast: tuple[str, bool, torch.dtype] = ("cpu", False, torch.bfloat16)
     """Device type, whether autocast was on in the forward, and its dtype."""
+    last_gram: LastGram | None = None
+    """Spares x x^T where the next module is fed the same input."""
     packing: Packing | None = None
     """Whose token is whose where the trajectories lie end to end in one row; None: one row each."""
 

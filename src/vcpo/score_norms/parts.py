@@ -140,13 +140,23 @@ class TokenTable(RetainedPart):
 class Outer:
     """A matrix whose gradient is left_i^T right_i over the tokens of trajectory i: Linear, Conv1D."""
 
-    def __init__(self, name: str, left: Tensor, right: Tensor) -> None:
-        """left [n, T, q], right [n, T, p]; the parameter is [q, p]."""
+    def __init__(
+        self,
+        name: str,
+        left: Tensor,
+        right: Tensor,
+        *,
+        input_is_left: bool = False,
+        last: kernels.LastGram | None = None,
+    ) -> None:
+        """left [n, T, q], right [n, T, p]; the parameter is [q, p]. One of them is the module's input."""
         self.names = (name,)
         self.left, self.right = left, right
+        self._input_is_left, self._last = input_is_left, last
 
     def squares(self) -> dict[str, Tensor]:
-        return {self.names[0]: kernels.matrix_sq_norms(self.left, self.right)}
+        x, d = (self.left, self.right) if self._input_is_left else (self.right, self.left)
+        return {self.names[0]: kernels.matrix_sq_norms(x, d, self._last)}
 
     def add_combined(self, rows: Rows, coefficients: Tensor, into: Callable[[str], Tensor]) -> None:
         target = into(self.names[0])

@@ -18,7 +18,7 @@ TINY = {"tokens": 16, "width": 64, "layers": 1, "vocabulary": 50, "repeats": 1}
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("plain", **TINY, methods=("exact", "exact chunked", "loop", "logit")),
+        Cell("plain", **TINY, methods=("exact", "exact chunked", "one by one", "loop", "logit")),
         Cell("cut", **TINY, methods=("exact",), micro_batch=4),
         Cell("checkpointing", **TINY, methods=("exact", "two_pass"), checkpointing=True),
     ],
@@ -49,7 +49,7 @@ def test_a_method_that_gave_way_has_no_figures(monkeypatch):
 
 
 def test_goals_and_page(tmp_path):
-    cell = Cell("T=64", **{**TINY, "tokens": 64}, methods=("exact", "loop"))
+    cell = Cell("T=64", **{**TINY, "tokens": 64}, methods=("exact", "one by one"))
     evidence = bench_score_norms((cell,), command="vcpo bench score-norms", report=lambda line: None)
     assert [e["relative_error"] < 1e-6 for e in evidence["errors"] if e["dtype"] == "float64"] == [True, True]
     goals = [time_goal({**evidence["cells"][0]["cell"], "tokens": t}, "exact") for t in (64, 128, 256, 512)]

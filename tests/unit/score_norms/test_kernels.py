@@ -69,3 +69,17 @@ def test_bf16_is_multiplied_in_fp32():
     for form in (kernels._gram, kernels._materialised):
         torch.testing.assert_close(form(kernels.upcast(x), kernels.upcast(d)), true, rtol=1e-2, atol=0)
     torch.testing.assert_close(kernels.matrix_sq_norms(x, d), true, rtol=1e-2, atol=0)
+
+
+def test_the_gram_of_a_shared_input_is_made_once_and_of_another_anew():
+    x, y = normal(2, 4, 6, seed=0), normal(2, 4, 6, seed=1)
+    d, e = normal(2, 4, 30, seed=2), normal(2, 4, 25, seed=3)
+    last = kernels.LastGram()
+    for inputs, grads in ((x, d), (x, e), (x.clone(), d), (y, e), (y, d)):
+        true = torch.einsum("ntp,ntq->npq", inputs, grads).square().sum((1, 2))
+        same(kernels.matrix_sq_norms(inputs, grads, last), true)
+    first = last.of(y)
+    assert last.of(y.view(2, 4, 6)) is first
+    y.add_(1.0)
+    torch.testing.assert_close(last.of(y), y @ y.transpose(1, 2))
+    assert last.of(x.transpose(1, 2)).shape == (2, 6, 6)

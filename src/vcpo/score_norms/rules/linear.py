@@ -24,7 +24,8 @@ def _parts(run: ModuleRun, *, transposed: bool) -> list[Part]:
     found: list[Part] = []
     if "weight" in run.wanted:
         x = run.tokens(run.input)
-        found.append(Outer("weight", *((x, d) if transposed else (d, x))))
+        left, right = (x, d) if transposed else (d, x)
+        found.append(Outer("weight", left, right, input_is_left=transposed, last=run.last_gram))
     if "bias" in run.wanted:
         found.append(bias(d))
     return found
