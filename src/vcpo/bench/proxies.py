@@ -155,13 +155,17 @@ class Sketch:
     def __init__(self, size: int, seed: int, dimensions: int = SKETCH) -> None:
         self._rows = -(-size // dimensions)
         generator = torch.Generator().manual_seed(seed)
-        self._signs = torch.randint(0, 2, (self._rows, dimensions), generator=generator, dtype=torch.int8) * 2 - 1
+        self._signs = torch.randint(0, 2, (self._rows, dimensions), generator=generator, dtype=torch.float32)
+        self._signs.mul_(2).sub_(1)
 
     def __call__(self, gradients: dict[str, Tensor]) -> Tensor:
         """Parameter -> gradient; [dimensions] fp32."""
         flat = torch.cat([g.flatten() for g in gradients.values()])
         flat = nn.functional.pad(flat, (0, self._signs.numel() - len(flat))).view_as(self._signs)
-        return (flat * self._signs).sum(0)
+        total = torch.zeros(flat.shape[1], dtype=flat.dtype)
+        for row, signs in zip(flat, self._signs, strict=True):  # the sum stays in the cache
+            total.addcmul_(row, signs.to(flat.dtype))
+        return total
 
 
 def measure(model: nn.Module, batch: Batch, sketch: Sketch) -> dict[str, Tensor]:
@@ -172,7 +176,7 @@ def measure(model: nn.Module, batch: Batch, sketch: Sketch) -> dict[str, Tensor]
     sketches, squares = [], []
     for row in range(len(batch)):
         gradients = score_norms.trajectory_gradient(model, batch, row)
-        squares.append(sum(float(g.square().sum(dtype=torch.float64)) for g in gradients.values()))
+        squares.append(sum(float(torch.linalg.vector_norm(g)) ** 2 for g in gradients.values()))
         sketches.append(sketch(gradients))
     together = torch.stack(sketches)
     return {
