@@ -1,6 +1,7 @@
 """One of two gloo ranks that hold one model in pieces (FSDP2): VarianceControl on this rank's groups; results as JSON.
 
-Called as: fsdp2_worker.py FOLDER RANK, with FOLDER/job.json = {port, settings: [...], rows: [rank 0's, rank 1's], parts}.
+Called as: fsdp2_worker.py FOLDER RANK, with FOLDER/job.json = {port, settings: [...], rows: [rank 0's, rank 1's], parts:
+[rank 0's micro-batches, rank 1's], layout: see `policy`, sync: always, last or never, empty: [rows without actions]}.
 With RANK = "alone" one process runs the same batch on an unsharded model. Both save under FOLDER/rank{RANK}.json.
 """
 
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from vcpo import VarianceControl, core
 from vcpo.errors import VcpoError
@@ -42,15 +46,29 @@ def whole(tensor: torch.Tensor | None):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).tolist()
 
 
-def policy(family: str, *, tied: bool, sharded: bool) -> torch.nn.Module:
+def policy(family: str, *, tied: bool, sharded: bool, layout: str = "whole") -> torch.nn.Module:
+    """layout: whole (everything over both ranks), layers (what lies outside the layers is not sharded), hsdp, own_rank (a
+    mesh of this rank alone), fsdp1, tensor_parallel."""
     model = oracles._model(family, tied=tied).eval()  # GPT-2 has dropout
-    if sharded:
-        from torch.distributed.fsdp import fully_shard
-
-        layers = model.transformer.h if family == "gpt2" else model.model.layers
+    if not sharded:
+        return model
+    layers = model.transformer.h if family == "gpt2" else model.model.layers
+    if layout == "fsdp1":
+        return torch.distributed.fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    if layout == "tensor_parallel":
+        columns = {"self_attn.q_proj": ColwiseParallel()}
         for layer in layers:
-            fully_shard(layer)
-        fully_shard(model)
+            parallelize_module(layer, init_device_mesh("cpu", (2,)), columns)
+        return model
+    mesh = None
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    if layout == "own_rank":
+        mesh = DeviceMesh("cpu", [dist.get_rank()], _init_backend=True)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    if layout != "layers":
+        fully_shard(model, mesh=mesh)
     return model
 
 
@@ -65,8 +83,10 @@ def skipped(run) -> list:
 
 
 def one_batch(job: dict, settings: dict, mine: list[int], *, sharded: bool) -> dict:
-    model = policy(job["family"], tied=job["tied"], sharded=sharded)
+    model = policy(job["family"], tied=job["tied"], sharded=sharded, layout=job.get("layout", "whole"))
     batch = ragged_batch(job)
+    for row in job.get("empty", []):
+        batch.action_mask[row] = False
     caught: dict[str, list] = {}
 
     class Catch(torch.optim.SGD):
@@ -77,7 +97,10 @@ def one_batch(job: dict, settings: dict, mine: list[int], *, sharded: bool) -> d
     vc = VarianceControl(model, Catch(model.parameters(), lr=0.1), **settings)
     norms = {}
     with vc.batch(batch.rewards[mine], batch.group_ids[mine], batch.action_lengths[mine]):
-        for local in torch.arange(len(mine)).chunk(job["parts"]):
+        pieces = torch.arange(len(mine)).chunk(job["parts"][dist.get_rank() if sharded else 0])
+        for number, local in enumerate(pieces):
+            if sharded and job.get("sync", "always") != "always":
+                model.set_requires_gradient_sync(job["sync"] == "last" and number == len(pieces) - 1)
             micro = batch.rows(torch.tensor(mine)[local])
             with vc.forward():
                 logits = forward_logits(model, micro.input_ids, micro.attention_mask)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from vcpo.distributed import is_sharded
-from vcpo.errors import BatchError
 from vcpo.learner.baseline_rule import BaselineRule
 from vcpo.learner.open_batch import OpenBatch
 from vcpo.score_norms import GradientSum, ParameterGradients, Share, SinglePass, as_rows
@@ -36,12 +35,14 @@ class Assembly:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._gradients = ParameterGradients(self._parameters)
         self._half_groups: dict[int, GradientSum] = {}
+        self.sharded = any(is_sharded(p) for p in self._parameters.values())
+        """Whether parameters live in pieces on several ranks (FSDP2)."""
 
     def cut(self, open_batch: OpenBatch, at: Tensor) -> Tensor:
-        """[m] bool: rows whose baseline is shared with rows outside this micro-batch."""
+        """[m] bool: rows that can carry gradient and share their baseline with rows outside this micro-batch."""
         shares = open_batch.local("baseline_ids")[at]
         _, inverse, counts = shares.unique(return_inverse=True, return_counts=True)
-        return counts[inverse] < open_batch.local("share_sizes")[at]
+        return (counts[inverse] < open_batch.local("share_sizes")[at]) & (open_batch.local("factors")[at] > 0)
 
     def baseline_of(self, open_batch: OpenBatch, at: Tensor) -> Tensor:
         """[m] baselines; right for rows whose groups are whole in this micro-batch, or known beforehand."""
@@ -58,7 +59,7 @@ class Assembly:
         shares, centres = open_batch.local("baseline_ids")[at], open_batch.local("centres")[at]
         baseline = self.baseline_of(open_batch, at)
         live = factors > 0
-        cut = self.cut(open_batch, at) & live if self.rule.optimal else torch.zeros_like(live)
+        cut = self.cut(open_batch, at) if self.rule.optimal else torch.zeros_like(live)
         releases: dict[int, float] = {}
         for share in shares[cut].unique().tolist():
             members = (shares == share) & live
@@ -81,12 +82,10 @@ class Assembly:
         return self.rule.shared(open_batch.known, everywhere, open_batch.table[local])
 
     def _keep_half(self, open_batch: OpenBatch, share: int, share_sum: Tensor) -> None:
-        """Add this micro-batch's part of S: one more backward, only for groups that a micro-batch has cut."""
-        if any(is_sharded(p) for p in self._parameters.values()):
-            raise BatchError(
-                "with sharded parameters (FSDP2) every group must be whole in one micro-batch of one rank when the baseline "
-                "is optimal: use larger micro-batches and deal whole groups to ranks, or another baseline"
-            )
+        """Add this micro-batch's part of S: one more backward, only for groups that a micro-batch has cut.
+
+        Never reached with sharded parameters, whose backward is collective: such batches are refused beforehand.
+        """
         parts = torch.autograd.grad(share_sum, list(self._parameters.values()), retain_graph=True, allow_unused=True)
         half = self._half_groups.setdefault(share, GradientSum(self._parameters))
         half.add(dict(zip(self._parameters, parts, strict=True)))
@@ -121,7 +120,7 @@ class Assembly:
             if not bool(members.any()):
                 continue
             centre = float(open_batch.local("centres")[at][share.rows][members][0])
-            if not bool(cut[share.rows][0]):
+            if not bool(cut[share.rows].any()):
                 b = float(baselines[share.rows][members][0])
                 coefficients[share.rows] += (b - centre) * share.beta
                 plan.sums.pop(group).add_to(self._gradients, b - centre)

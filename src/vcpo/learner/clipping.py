@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-
-from vcpo.distributed import is_sharded
 
 MEDIAN_WINDOW = 50
 MEDIAN_FACTOR = 1.5
@@ -56,18 +55,18 @@ class GradientClip:
 
 
 def global_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
-    """Norm of all gradients together, accumulated in fp32 or better; 0.0 when there are none."""
-    squares = 0.0
-    for sharded in (False, True):  # pieces on several ranks do not mix with whole tensors
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=_wide(p.grad))
-            for p in parameters
-            if p.grad is not None and is_sharded(p) == sharded
-        ]
-        if norms:
-            total = torch.nn.utils.get_total_norm(norms)
-            squares += float(total.full_tensor() if isinstance(total, DTensor) else total) ** 2
-    return math.sqrt(squares)
+    """Norm of all gradients together, accumulated in fp32 or better; 0.0 when there are none.
+
+    Collective where parameters are sharded (FSDP2): the norm of the whole gradient, the same on every rank.
+    """
+    norms: dict[DeviceMesh | None, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            norm = torch.linalg.vector_norm(p.grad, dtype=_wide(p.grad))
+            # Whole tensors, and pieces on different meshes, do not mix.
+            norms.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(norm)
+    totals = [torch.nn.utils.get_total_norm(found) for found in norms.values()]
+    return math.hypot(*(float(t.full_tensor() if isinstance(t, DTensor) else t) for t in totals))
 
 
 def scale_gradients(parameters: Sequence[torch.nn.Parameter], factor: float) -> None:

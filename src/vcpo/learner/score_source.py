@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vcpo import score_norms as norms
 from vcpo.batch import Batch
 from vcpo.core.masking import masked_sum
-from vcpo.distributed import is_sharded
+from vcpo.distributed import ProcessGroup, is_sharded
 from vcpo.errors import BatchError, ConfigError, ScoreNormError
 
 COSTS = {
@@ -29,8 +29,9 @@ class ScoreSource:
     result is used; one that fails is replaced by the next of exact -> two_pass -> loop, with a warning.
     """
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: nn.Module, name: str, process_group: ProcessGroup | None = None) -> None:
         self.model = model
+        self._group = process_group
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._sharded = any(is_sharded(p) for p in self._parameters.values())
         self.method = _for_sharded(name) if self._sharded else norms.resolve(name)
@@ -136,8 +137,10 @@ class ScoreSource:
         if method in self._checked:
             return
         if self._sharded:
-            _raise_unless_ok(norms.check_sharded(taps, sums, squares))
-            self._checked.add(method)
+            found = norms.check_sharded(taps, sums, squares, mask.bool().any(1), self._group)
+            if found is not None:
+                _raise_unless_ok(found)
+                self._checked.add(method)
             return
         lengths = mask.bool().sum(1)
         if not bool(lengths.any()):

@@ -27,7 +27,14 @@ from vcpo import core
 from vcpo import score_norms as norms
 from vcpo.batch import Batch
 from vcpo.core.masking import masked_sum
-from vcpo.distributed import ProcessGroup, gather_rows, sum_gradients, sum_over_ranks_not_mean
+from vcpo.distributed import (
+    ProcessGroup,
+    check_micro_batch,
+    check_sharding,
+    gather_rows,
+    sum_gradients,
+    sum_over_ranks_not_mean,
+)
 from vcpo.errors import BatchError, ConfigError
 from vcpo.learner.assembly import Assembly
 from vcpo.learner.baseline_rule import BaselineRule
@@ -90,8 +97,9 @@ class VarianceControl:
         constant_length: tokens; the divisor of aggregation seq_mean_token_sum_norm.
         process_group: data-parallel ranks; None is torch's default group when one is initialised.
 
-        A model under FSDP2 (`fully_shard`) is told to sum gradients over ranks instead of averaging them. There every rank
-        runs the same number of micro-batches, and with baseline="optimal" every group is whole in one of them.
+        A model under FSDP2 (`fully_shard` over the data-parallel ranks) is told to sum gradients instead of averaging them.
+        There every rank runs the same number of micro-batches, and with baseline="optimal" every group is whole in one of
+        them; else BatchError on every rank. FSDP1, tensor parallelism and a mesh of other ranks are refused.
 
         Raises ConfigError (a ValueError) when an argument is unknown or two do not go together.
         """
@@ -113,8 +121,9 @@ class VarianceControl:
         )
         self.model = model
         self.optimizer = optimizer
-        self._scores = ScoreSource(model, score_norms)
+        check_sharding(model, process_group)
         sum_over_ranks_not_mean(model)
+        self._scores = ScoreSource(model, score_norms, process_group)
         self.weight_treatment = weight_treatment
         self.cap = float(cap)
         self._rule = BaselineRule(baseline, weights, self.cap, by_length=aggregation == "seq_mean_token_mean")
@@ -200,7 +209,9 @@ class VarianceControl:
             if self._rule.optimal
             else self._rule.per_row(known.rewards, known.baseline_ids, known.lengths, known.lengths)
         )
-        self._open = OpenBatch(known, offset, len(rewards), fixed)
+        opened = OpenBatch(known, offset, len(rewards), fixed)
+        self._agree(opened)
+        self._open = opened
         self._assembly = Assembly(self._rule, self.model)
         self.optimizer.zero_grad(set_to_none=True)
         try:
@@ -238,6 +249,7 @@ class VarianceControl:
         """
         open_batch = self._the_open()
         at, treated = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask)
+        self._agree(open_batch, at)
         if self._one_backward(learner_logprobs, action_mask, treated, extra_loss):
             self._backward_once(open_batch, at, learner_logprobs, action_mask, treated)
         else:
@@ -297,6 +309,7 @@ class VarianceControl:
         """
         open_batch = self._the_open()
         at, _ = self._take_in(open_batch, rows, learner_logprobs, sampler_logprobs, action_mask)
+        self._agree(open_batch, at)
         self._record_norms(open_batch, at, learner_logprobs, action_mask, score_sq)
         if self._rule.optimal and bool(self._assembly.cut(open_batch, at).any()):
             raise BatchError(
@@ -416,6 +429,13 @@ class VarianceControl:
         self._open = None
         self._scores.release()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _agree(self, open_batch: OpenBatch, at: Tensor | None = None) -> None:
+        """With sharded parameters ranks go in step: refuse on all of them what one could not go on with."""
+        if self._assembly.sharded:
+            cut = at is not None and self._rule.optimal and bool(self._assembly.cut(open_batch, at).any())
+            left = len(open_batch.missing())
+            check_micro_batch(left, cut=cut, device=open_batch.table.device, group=self.process_group)
 
     def _take_in(
         self, open_batch: OpenBatch, rows: Rows, learner: Tensor, sampler: Tensor, mask: Tensor

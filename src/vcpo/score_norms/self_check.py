@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vcpo.batch import Batch
+from vcpo.distributed import ProcessGroup, broadcast, gather_rows, is_sharded, rank, reduce_gradients
 from vcpo.errors import ScoreNormError
 from vcpo.score_norms.gradient_sum import GradientSum
 from vcpo.score_norms.loop import gradients, squared_norm, trajectory_gradient
@@ -115,28 +115,50 @@ def check_in_graph(
     return _worse(norm, _compare_gradients(assembled, plain, taps.parameters))
 
 
-def check_sharded(taps: Taps, trajectory_logprobs: Tensor, squares: Mapping[str, Tensor]) -> SelfCheckResult:
-    """The norms of rank 0's last trajectory against an ordinary backward, where parameters live in pieces (FSDP2).
+def check_sharded(
+    taps: Taps,
+    trajectory_logprobs: Tensor,
+    squares: Mapping[str, Tensor],
+    with_actions: Tensor,
+    group: ProcessGroup | None = None,
+) -> SelfCheckResult | None:
+    """The norms of one trajectory against an ordinary backward, where parameters live in pieces (FSDP2).
 
-    Collective: every rank runs the same backward, the others with weight 0, and all come to the same verdict. The graph
-    is kept and `.grad` put back as it was.
+    The trajectory is the last with actions (with_actions: [n] bool) on the first rank that has one; None when no rank
+    has. Collective: every rank runs the same backward, the others with weight 0, and all come to the same verdict. The
+    graph is kept and `.grad` put back as it was; gradient sync is on afterwards.
     """
+    row = int(with_actions.nonzero().flatten()[-1]) if bool(with_actions.any()) else -1
+    rows, _ = gather_rows(torch.tensor([row], device=with_actions.device), group)
+    holders = (rows >= 0).nonzero().flatten()
+    if not len(holders):
+        return None
+    holder = int(holders[0])
+    mine = rank(group) == holder
     before = {name: p.grad for name, p in taps.parameters.items()}
     for p in taps.parameters.values():
         p.grad = None
-    mine = 1.0 if dist.get_rank() == 0 else 0.0
-    (mine * trajectory_logprobs[-1]).backward(retain_graph=True)
+    reduce_gradients(taps.model)  # unreduced, this gradient would stay behind inside FSDP2 and join the batch's
+    (float(mine) * trajectory_logprobs[row]).backward(retain_graph=True)
     names = list(taps.parameters)
-    found = torch.stack([squares[name][-1].detach() for name in names])
-    dist.broadcast(found, src=0)
-    true: dict[str, float] = {}
+    found = torch.stack([squares[name][row].detach() for name in names])
+    true = torch.stack([_squared_everywhere(taps.parameters[name].grad, found) for name in names])
     for name, p in taps.parameters.items():
-        norm = torch.zeros(()) if p.grad is None else torch.linalg.vector_norm(p.grad.double())
-        true[name] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
         p.grad = before[name]
-    floor = NEGLIGIBLE * sum(true.values())
-    errors = {n: _ratio(abs(float(sq) - true[n]), max(true[n], floor)) for n, sq in zip(names, found, strict=True)}
+    whole = torch.tensor([not is_sharded(taps.parameters[name]) for name in names])
+    found, of_holder = broadcast(found, holder, group), broadcast(true.clone(), holder, group)
+    sizes = dict(zip(names, torch.where(whole.to(true.device), of_holder, true).tolist(), strict=True))
+    floor = NEGLIGIBLE * sum(sizes.values())
+    errors = {n: _ratio(abs(float(sq) - sizes[n]), max(sizes[n], floor)) for n, sq in zip(names, found, strict=True)}
     return _result(errors, "norm", taps.parameters)
+
+
+def _squared_everywhere(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Squared norm in fp64 over all pieces; of a gradient that is not in pieces, this rank's own."""
+    if gradient is None:
+        return like.new_zeros((), dtype=torch.float64)
+    norm = torch.linalg.vector_norm(gradient.double())
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
 
 
 def _ragged_row(batch: Batch) -> int:

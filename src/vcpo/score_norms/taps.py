@@ -56,6 +56,7 @@ class Taps:
 
     def __init__(self, model: nn.Module) -> None:
         _refuse_compiled(model)
+        self.model = model
         self.parameters = trainable_parameters(model)
         """Name -> parameter, those the norms are taken over."""
         self._owners = owners_of(model, self.parameters)
