@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vcpo.bench.evidence import origin_lines
+from vcpo.bench.proxies_summary import noise_over_signal
 
 
 def proxies_page(evidence: dict[str, Any], notes: str = "") -> str:
@@ -27,8 +28,9 @@ def proxies_page(evidence: dict[str, Any], notes: str = "") -> str:
         "variance: trace of the covariance, over groups of one prompt, of the group gradient "
         f"sum_i min(w_i, {settings['cap']:g}) (R_i - b) g_i / N, summed over prompts, relative to the exact optimal baseline's; "
         "below 1 is better than exact. squared mean: the same of the squared norm of the mean gradient. A baseline that "
-        "contains the own sample also shrinks the mean, which a learning rate could undo: what counts then is variance over "
-        "squared mean. Intervals: 95 %, bootstrap over prompts; both moments are unbiased within a prompt.",
+        "contains the own sample also shrinks the mean, which a learning rate could undo: what counts then is noise: "
+        "variance over squared mean, again relative to exact. Intervals: 95 %, bootstrap over prompts; both moments are "
+        "unbiased within a prompt.",
         "",
         "Correlations are within a prompt. Moves are over groups whose rewards differ, in units of reward (0 to 1). Inner "
         f"products come from sketches of {settings['sketch']} dimensions; their norms were at most "
@@ -43,6 +45,7 @@ def proxies_page(evidence: dict[str, Any], notes: str = "") -> str:
 def _lag_lines(part: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     summary = part["summary"]
     means = summary["squared_mean_over_exact"]
+    noise = noise_over_signal([prompt["moments"] for prompt in part["prompts"]])
     return [
         f"## Policy lag {part['lag']}: ess_ratio {summary['ess_ratio_of_groups']:.2f} within groups, "
         f"{summary['ess_ratio']:.2f} over all",
@@ -50,10 +53,11 @@ def _lag_lines(part: dict[str, Any], settings: dict[str, Any]) -> list[str]:
         f"{100 * summary['truncated']:.1f} % of the weights are above {settings['cap']:g}. Squared mean over variance of the "
         f"exact baseline: {summary['squared_mean_over_variance']:.3f}.",
         "",
-        "| baseline | variance / exact | interval | squared mean / exact | interval |",
-        "|---|---|---|---|---|",
+        "| baseline | variance / exact | interval | squared mean / exact | interval | noise / exact | interval |",
+        "|---|---|---|---|---|---|---|",
         *(
-            f"| {name} | {row['ratio']:.3f} | {_range(row)} | {means[name]['ratio']:.3f} | {_range(means[name])} |"
+            f"| {name} | {row['ratio']:.3f} | {_range(row)} | {means[name]['ratio']:.3f} | {_range(means[name])} | "
+            f"{noise[name]['ratio']:.3f} | {_range(noise[name])} |"
             for name, row in summary["variance_over_exact"].items()
         ),
         "",

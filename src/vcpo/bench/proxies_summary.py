@@ -81,6 +81,25 @@ def summarise(rows: list[Row], draws: int = 2000) -> dict[str, Any]:
     return {"summary": summary, "prompts": prompts}
 
 
+def noise_over_signal(
+    moments_of: list[dict[str, tuple[float, float]]], draws: int = 2000
+) -> dict[str, dict[str, float]]:
+    """Variance over squared mean, relative to the exact baseline's, with 95 % intervals; from `moments` of every prompt.
+
+    What is left of a variance once the learning rate has made up for a mean that the baseline shrank. An interval with a
+    negative end says that the sign of a mean square is not known.
+    """
+    names = list(moments_of[0])
+    table = torch.tensor([[own[name] for name in names] for own in moments_of], dtype=torch.float64)
+    picks = torch.randint(len(table), (draws, len(table)), generator=torch.Generator().manual_seed(0))
+
+    def ratios(sums: Tensor) -> Tensor:
+        noise = sums[..., 0] / sums[..., 1]
+        return noise / noise[..., :1]
+
+    return _with_intervals(names, ratios(table.sum(0)), ratios(table[picks].sum(1)))
+
+
 def agreement(rows: list[Row], name: str) -> dict[str, float]:
     """How log norms go with the exact ones within a prompt (correlation, and of ranks), and how far the baseline moves:
     over groups whose rewards differ, in units of reward. A baseline without norms of its own only moves."""

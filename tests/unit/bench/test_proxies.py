@@ -13,7 +13,7 @@ from vcpo.bench import proxies
 from vcpo.bench.evidence import provenance
 from vcpo.bench.proxies import Sketch, measure
 from vcpo.bench.proxies_page import proxies_page
-from vcpo.bench.proxies_summary import CAP, agreement, baselines, moments, summarise
+from vcpo.bench.proxies_summary import CAP, agreement, baselines, moments, noise_over_signal, summarise
 from vcpo.errors import ConfigError
 from vcpo.policy import load_policy
 
@@ -86,6 +86,14 @@ def test_the_summary(rows):
     assert agreement(own, "exact")["correlation_of_ranks"] == pytest.approx(1)
     assert agreement(own, "exact")["baseline_moved_mean"] == 0
     assert agreement(own, "weights alone").keys() == {"baseline_moved_mean", "baseline_moved_p95"}
+
+
+def test_noise_is_variance_over_squared_mean():
+    found = noise_over_signal([{"exact": (2.0, 1.0), "other": (3.0, 3.0)}, {"exact": (4.0, 2.0), "other": (9.0, 1.0)}])
+    assert found["exact"] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
+    assert found["other"]["ratio"] == pytest.approx((12 / 4) / (6 / 3))
+    assert found["other"]["low"] == pytest.approx((3 / 3) / 2)
+    assert found["other"]["high"] == pytest.approx((9 / 1) / 2)
 
 
 def test_groups_without_reward_cost_nothing_and_change_nothing(rows, make_toy_batch):
