@@ -159,9 +159,19 @@ class _TakenLogProb(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_total = ctx.saved_tensors
-        slices = HeadSlices(upcast(hidden), upcast(weight), targets, log_total, upcast(grads[0]), ctx.temperature)
+        asked = _asked(grads[0])
+        slices = HeadSlices(
+            upcast(hidden[:, asked]),
+            upcast(weight),
+            targets[:, asked],
+            log_total[:, asked],
+            upcast(grads[0][:, asked]),
+            ctx.temperature,
+        )
+        grad_hidden = torch.zeros_like(hidden)
         if ctx.visit is not None and ctx.visit(slices):
-            return slices.grad_hidden.to(hidden.dtype), None, None, None, None, None
+            grad_hidden[:, asked] = slices.grad_hidden.to(hidden.dtype)
+            return grad_hidden, None, None, None, None, None
         grad_weight = torch.zeros_like(slices.weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), FUSED_TRAJECTORIES):
             rows = slice(start, start + FUSED_TRAJECTORIES)
@@ -170,7 +180,14 @@ class _TakenLogProb(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight[at].addmm_(d.flatten(0, 1).t(), states)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return slices.grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        grad_hidden[:, asked] = slices.grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _asked(grad: Tensor) -> slice:
+    """Without the tokens at either end that no trajectory asks about, such as prompts: grad [n, T]."""
+    some = (grad != 0).any(0).nonzero().flatten().tolist() or [0]
+    return slice(some[0], some[-1] + 1)
 
 
 def chunked_token_logprobs(hidden: Tensor, head: nn.Linear, input_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
