@@ -138,8 +138,15 @@ class TrainedPolicy:
 
 
 def build_scorer(config: RunConfig, task: Task) -> Scorer:
-    """The task's reward function within its time limit."""
-    return Scorer(task, timeout_s=config.rollout.reward_timeout_s, on_error=config.rollout.on_reward_error)
+    """The task's reward function within its bounds of time and memory."""
+    rollout = config.rollout
+    return Scorer(
+        task,
+        timeout_s=rollout.reward_timeout_s,
+        on_error=rollout.on_reward_error,
+        memory_gb=rollout.reward_memory_gb,
+        workers=rollout.reward_workers,
+    )
 
 
 class InProcessRollout:

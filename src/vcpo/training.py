@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from vcpo.metrics import JsonlWriter, plot_run, read_jsonl
 from vcpo.pipeline import Evaluation, RunResult, evaluate
 from vcpo.policy import Policy, save_policy
 from vcpo.run_summary import RunSummary, summarize
-from vcpo.tasks import Task, make_task
+from vcpo.tasks import Scorer, Task, make_task
 from vcpo.weight_sync import make_publisher
 
 Row = Mapping[str, Any]
@@ -126,7 +126,11 @@ class _Training:
     def run(self) -> RunSummary:
         config = self.config
         task = make_task(config.task.name, **config.task.options)
-        scorer = build.build_scorer(config, task)
+        with closing(build.build_scorer(config, task)) as scorer:
+            return self._run(task, scorer)
+
+    def _run(self, task: Task, scorer: Scorer) -> RunSummary:
+        config = self.config
         policy = build.build_policy(config, task, self.progress.warm_start)
         learner = build.build_learner(config, policy)
         held_out = _HeldOut(config, task, policy, scorer, self.progress)

@@ -100,6 +100,10 @@ class RolloutConfig(Section):
     """Whether a group given up at the bound keeps its tokens and goes on later. Not available yet."""
     reward_timeout_s: Positive = 30.0
     """Seconds that the reward function may take for one group."""
+    reward_memory_gb: Positive = 8.0
+    """Address space of a process that runs the reward function, GiB."""
+    reward_workers: Count = 1
+    """Processes that run the reward function, at most."""
     on_reward_error: Literal["stop", "unscorable"] = "stop"
     """A reward function that raises or hangs: end the run, or count the group as unscorable and go on."""
     sampler_logprobs: bool = True

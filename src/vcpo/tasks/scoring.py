@@ -1,9 +1,10 @@
 """Rewards for groups: calls a reward function within a time limit and checks what it gives back.
 
 The function has TRL's shape, ``f(prompts, completions, **columns) -> list of numbers or None``, plain or async. It runs
-on a thread of this process, so closures and open models work. A thread cannot be killed: one that hangs is left behind
-(it does not keep the process from ending) and its answer is ignored. Python code and waiting are bounded in this way;
-a single call into C that never lets other threads run is not, so text of a model must not be evaluated here.
+in a worker process (see `score_workers`), which is killed when a call hangs. What another process cannot load, a lambda,
+a closure, a function of the program's main file, runs on a thread of this process, with a warning: a thread cannot be
+killed; one that hangs is left behind (it does not keep the process from ending) and its answer is ignored. Python code
+and waiting are bounded in this way; a single call into C that never lets other threads run is not.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import math
 import threading
-import traceback
+import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from numbers import Real
 from typing import Any, Literal
 
 from vcpo.errors import ConfigError, RewardError
 from vcpo.tasks.protocol import Task
+from vcpo.tasks.reward_values import RewardFailure, checked_rewards, raised, too_slow
+from vcpo.tasks.score_workers import ScoreWorkers, Unloadable, to_bytes
 from vcpo.types import Trajectory, TrajectoryGroup
 
 RewardFunction = Callable[..., Any]
 MAX_HUNG_CALLS = 16
 """With on_error="unscorable", this many calls may hang at once before the run ends all the same."""
+MEMORY_GB = 8.0
+"""Address space of a worker, unless told."""
 _FINISHED = ("stop", "length")
-_LARGEST = 3.4e38  # rewards travel as fp32: anything beyond it would arrive as inf
 
 
 class Scorer:
@@ -38,7 +40,7 @@ class Scorer:
     A reward of None, NaN or plus or minus inf marks its trajectory unscorable (reward None) and is counted in
     `unscorable`. A function that raises, hangs or returns something else ends the run with RewardError, or, with
     ``on_error="unscorable"``, makes its group unscorable and is counted in `errors` by kind ("raised", "timeout",
-    "wrong_length", "wrong_type").
+    "wrong_length", "wrong_type", "died").
     """
 
     def __init__(
@@ -47,7 +49,10 @@ class Scorer:
         *,
         timeout_s: float,
         on_error: Literal["stop", "unscorable"] = "stop",
+        memory_gb: float = MEMORY_GB,
+        workers: int = 1,
     ) -> None:
+        """timeout_s: for one group. memory_gb: address space of a worker. workers: groups scored at once, at most."""
         if not timeout_s > 0:
             raise ConfigError(f"the time limit of a reward function must be above 0 seconds, got {timeout_s}")
         if on_error not in ("stop", "unscorable"):
@@ -66,6 +71,33 @@ class Scorer:
         """Trajectories shown to the function that came back without a usable reward."""
         self.errors: Counter[str] = Counter()
         """Failed calls by kind."""
+        self._workers = self._start_workers(memory_gb, workers)
+
+    @property
+    def isolated(self) -> bool:
+        """Whether the function runs in workers that can be killed."""
+        return self._workers is not None
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def _start_workers(self, memory_gb: float, workers: int) -> ScoreWorkers | None:
+        try:
+            function = to_bytes(self._function)
+        except Unloadable as error:
+            self._warn_of_thread(error)
+            return None
+        memory = int(memory_gb * 2**30)
+        return ScoreWorkers(function, timeout_s=self._timeout_s, memory_bytes=memory, count=workers)
+
+    def _warn_of_thread(self, why: Unloadable) -> None:
+        warnings.warn(
+            f"reward function {self.name} runs on a thread of the trainer, where a call that hangs cannot be ended ({why}); "
+            "put it into a module of its own",
+            stacklevel=2,
+        )
 
     def score_group(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """The same group with rewards. Failed and aborted trajectories are not shown to the function and keep None."""
@@ -75,9 +107,8 @@ class Scorer:
 
     def _score(self, group: TrajectoryGroup, shown: Sequence[Trajectory]) -> list[float | None]:
         try:
-            returned = self._call(group, shown)
-            rewards = self._checked(returned, len(shown))
-        except _Failure as failure:
+            rewards = self._call(group, shown)
+        except RewardFailure as failure:
             with self._lock:
                 self.errors[failure.kind] += 1
                 self.unscorable += len(shown)
@@ -89,7 +120,7 @@ class Scorer:
             self.unscorable += rewards.count(None)
         return rewards
 
-    def _call(self, group: TrajectoryGroup, shown: Sequence[Trajectory]) -> Any:
+    def _call(self, group: TrajectoryGroup, shown: Sequence[Trajectory]) -> list[float | None]:
         columns = {name: [value] * len(shown) for name, value in group.prompt.columns.items()}
         given = {
             **columns,
@@ -97,40 +128,32 @@ class Scorer:
             "completions": [t.completion for t in shown],
         }
         arguments = given if self._accepts is None else {k: v for k, v in given.items() if k in self._accepts}
+        workers = self._workers
+        if workers is not None:
+            try:
+                return workers.call(arguments, len(shown))
+            except Unloadable as error:
+                self._workers = None
+                self._warn_of_thread(error)
+        return checked_rewards(self._call_on_thread(arguments), len(shown))
+
+    def _call_on_thread(self, arguments: Mapping[str, Any]) -> Any:
         call = _Call(self._function, arguments, f"reward {self.name}")
         call.start()
         call.join(self._timeout_s)
         if call.outcome == "returned":
             return call.value
         if call.outcome == "raised":
-            raise _Failure("raised", f"raised {_where(call.value)}") from call.value
+            raise raised(call.value) from call.value
         call.cancel()
         with self._lock:
             self._hung.append(call)
-        limit = f"{self._timeout_s:g} s"
-        raise _Failure("timeout", f"did not return within its time limit of {limit}: make it faster or raise the limit")
-
-    def _checked(self, returned: Any, count: int) -> list[float | None]:
-        if hasattr(returned, "tolist") and not isinstance(returned, list | tuple):  # arrays and tensors
-            returned = returned.tolist()
-        if not isinstance(returned, list | tuple):
-            raise _Failure(
-                "wrong_type", f"returned {_show(returned)}, not a list with one number or None per completion"
-            )
-        if len(returned) != count:
-            raise _Failure("wrong_length", f"returned {len(returned)} rewards for {count} completions")
-        return [_reward(value, i) for i, value in enumerate(returned)]
+        raise too_slow(self._timeout_s)
 
     def _too_many_hang(self) -> bool:
         with self._lock:
             self._hung = [t for t in self._hung if t.is_alive()]
             return len(self._hung) >= MAX_HUNG_CALLS
-
-
-class _Failure(Exception):
-    def __init__(self, kind: str, what: str) -> None:
-        super().__init__(what)
-        self.kind = kind
 
 
 class _Call(threading.Thread):
@@ -180,20 +203,6 @@ class _DaemonThreads(ThreadPoolExecutor):
         return future
 
 
-def _reward(value: Any, index: int) -> float | None:
-    if hasattr(value, "item") and not isinstance(value, Real):  # 0-d arrays and tensors
-        value = value.item() if getattr(value, "ndim", 0) == 0 else value
-    if value is None:
-        return None
-    if not isinstance(value, Real):
-        raise _Failure("wrong_type", f"returned {_show(value)} as reward {index}, not a number or None")
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) and abs(number) <= _LARGEST else None
-
-
 def _accepted_names(function: RewardFunction) -> set[str] | None:
     """Names that can be given by keyword; None where anything can (**columns) or nothing is known."""
     try:
@@ -209,13 +218,3 @@ def _name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _where(exc: BaseException) -> str:
-    frames = traceback.extract_tb(exc.__traceback__)
-    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(exc).__name__}: {' '.join(str(exc).split())[:200]}{at}"
-
-
-def _show(value: Any) -> str:
-    return f"{type(value).__name__} {' '.join(repr(value).split())[:60]}"

@@ -209,7 +209,7 @@ def test_a_misbehaving_function_ends_the_run_in_one_line(function, words):
 
 def test_the_error_keeps_the_functions_own_traceback():
     with pytest.raises(RewardError) as info:
-        rewards_of(raising)
+        rewards_of(lambda completions, **_: raising(completions))
     assert isinstance(info.value.__cause__, KeyError)
 
 
